@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from checkmate.compiler import compile as compile
     from checkmate.compiler import verify as verify
     from checkmate.costs import profile as profile
+    from checkmate.host.homes import in_file as in_file
     from checkmate.inspection.addresses import Addresses as Addresses
     from checkmate.inspection.addresses import addresses as addresses
     from checkmate.inspection.difference import Difference as Difference
@@ -67,6 +68,7 @@ _LAZY = {  # names that need PyTorch or a solver, by module
     for module, names in {
         "compiler": "compile verify",
         "costs": "profile",
+        "host.homes": "in_file",
         "inspection.addresses": "Addresses addresses",
         "inspection.difference": "Difference diff",
         "inspection.explanation": "Explanation",

@@ -1,10 +1,10 @@
 """Copy values from an accelerator to pinned memory and back: the `Mover` of a `Store` beside one.
 
-Each way has a stream. The memory is taken and pinned once. A copy begins when what the compute stream was given
-before it is done, and `wait` has the compute stream wait for its end: the host waits for nothing. So memory that is
-freed after `wait`, or allocated before `fetch`, is ordered by the compute stream alone, and no tensor has to be
-recorded on another. A step on another stream than that before waits for the copies so far, which may still write or
-read the bytes that its own copies read or write. It has run on simulated devices only.
+Each way has a stream. The memory is taken and pinned once; a home has its own, a tensor of uint8. A copy begins when
+what the compute stream was given before it is done, and `wait` has the compute stream wait for its end: the host waits
+for nothing. So memory that is freed after `wait`, or allocated before `fetch`, is ordered by the compute stream alone,
+and no tensor has to be recorded on another. A step on another stream than that before waits for the copies so far,
+which may still write or read the bytes that its own copies read or write. It has run on simulated devices only.
 """
 
 from __future__ import annotations
@@ -61,10 +61,11 @@ class PinnedMover:
                 compute.wait_event(copies.record_event())
             self._compute = compute
         stream.wait_event(compute.record_event())
+        memory = self._pinned if value.home is None else value.home.memory
         with stream:
             for extent in value.extents:
                 piece, here = here[: len(extent)], here[len(extent) :]
-                pinned = self._pinned[extent.start : extent.start + len(piece)]
+                pinned = memory[extent.start : extent.start + len(piece)]
                 to, source = (pinned, piece) if out else (piece, pinned)
                 to.copy_(source, non_blocking=True)
         ended = stream.record_event()

@@ -7,10 +7,14 @@ bits it had, whatever views of it there are.
 A value may lie there in several pieces. So all that is free can be used, and a capacity that holds the values of a plan
 in bytes holds them in any order. Addresses that are planned ahead do not: values that take four blocks at most at once
 may need five, if none is to be split (`tests/host/test_store.py` has them).
+
+A value may have a home there: bytes of its own, in which a tensor lies between steps. Then copies go to these and come
+from these, in their order, and nothing of the capacity is taken.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import weakref
@@ -19,15 +23,18 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from operator import attrgetter
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
 from checkmate.errors import HostError
 from checkmate.units import exact_bytes
 
+log = logging.getLogger("checkmate.host")
+
 BLOCK = 4096  # bytes: what a file is read and written by without the page cache
 Wait = Callable[[], BaseException | None]  # until a copy has ended, for all that follows; what went wrong, if anything
+TORN = "A tensor may be new in part there: load a checkpoint before you go on."
 
 
 def rounded(nbytes: int) -> int:
@@ -39,9 +46,36 @@ def rounded(nbytes: int) -> int:
     return -(-nbytes // BLOCK) * BLOCK
 
 
+@dataclass(frozen=True, eq=False)
+class Home:
+    """The bytes of a tensor's storage, which lie in a second memory for good."""
+
+    nbytes: int
+    name: str  # of where it is, for errors
+    memory: Any  # of its kind, from which and to which a mover copies
+    extents: tuple[range, ...]  # its whole blocks there, in the order of its bytes
+
+    def let_go(self) -> None:
+        """Write what is only in memory of it, and free its pages there."""
+
+
+HOMES: dict[int, Home] = {}  # by the address of the storage
+
+
+def home_of(tensor: torch.Tensor) -> Home | None:
+    """The home of a tensor's storage, if it has one, as `checkmate.in_file` makes it.
+
+    >>> home_of(torch.zeros(3)) is None
+    True
+    """
+    if tensor.device.type != "cpu" or tensor.layout is not torch.strided:
+        return None
+    return HOMES.get(tensor.untyped_storage().data_ptr())
+
+
 @dataclass(eq=False)
 class Value:
-    """A value in a second memory, from its `Store.send` to its `Store.drop`."""
+    """A value in a second memory, from its `Store.send` to its `Store.drop`; with a home, from `Store.adopt` on."""
 
     nbytes: int
     extents: tuple[range, ...]  # its bytes there, in whole blocks
@@ -49,6 +83,7 @@ class Value:
     head: int = 0  # bytes at its begin that lie behind all others there; noted by the mover that wrote them
     pending: Wait | None = None
     arrived: bool = False  # its bytes are there, whole
+    home: Home | None = None
 
 
 class Mover(Protocol):
@@ -90,21 +125,40 @@ class Store:
 
     @property
     def bytes_there(self) -> int:
-        """Bytes in use in the second memory: each value `rounded`, from its `send` to its `drop`."""
-        return sum(rounded(value.nbytes) for value in [*self._values.values()])
+        """Bytes in use of the capacity: each value without a home `rounded`, from its `send` to its `drop`."""
+        return sum(rounded(value.nbytes) for value in [*self._values.values()] if value.home is None)
+
+    def adopt(self, key: int, home: Home) -> None:
+        """Take a value as one that is in its home: `fetch` copies from there, and `send` writes over it.
+
+        Raises:
+            HostError: if it is there already, its pages cannot be written, or the store is closed or another process's.
+        """
+        home.let_go()
+        with self._opened():
+            if key in self._values:
+                raise HostError(f"Value {key} is in {self._mover.name} already: it cannot be in {home.name} too.")
+            self._values[key] = Value(home.nbytes, home.extents, None, arrived=True, home=home)
 
     def send(self, key: int, storage: torch.UntypedStorage) -> None:
-        """Begin to copy a value out. Its storage must stay unchanged until `wait`.
+        """Begin to copy a value out, or to its home. Its storage must stay unchanged until `wait`.
 
         Raises:
             HostError: if it is there already, there is no room, or the store is closed or another process's.
         """
         nbytes = storage.nbytes()
         with self._opened():
-            if key in self._values:
+            value = self._values.get(key)
+            if value is not None and value.home is not None:
+                value = self._settled(key, "sent", nbytes)
+                value.arrived, value.kept = False, storage
+                value.pending = self._mover.out(storage, value)
+                return
+            if value is not None:
                 raise HostError(f"Value {key} is in {self._mover.name} already: drop it before it is sent again.")
             # The first gap between values that holds it, or else the lowest gaps together.
-            taken = sorted((e for value in self._values.values() for e in value.extents), key=attrgetter("start"))
+            here = [value for value in self._values.values() if value.home is None]
+            taken = sorted((e for value in here for e in value.extents), key=attrgetter("start"))
             around = pairwise((range(0), *taken, range(self.capacity, self.capacity)))
             gaps = [range(one.stop, other.start) for one, other in around if one.stop < other.start]
             need, extents = rounded(nbytes), list[range]()
@@ -127,10 +181,7 @@ class Store:
             HostError: if it is not there, is still on its way, or the landing has another size.
         """
         with self._opened():
-            value = self._settled(key, "fetched")
-            if landing.nbytes() != value.nbytes:
-                there, here = exact_bytes(value.nbytes), exact_bytes(landing.nbytes())
-                raise HostError(f"Value {key} has {there}, and is to land in {here}.")
+            value = self._settled(key, "fetched", landing.nbytes())
             value.kept = landing
             value.pending = self._mover.back(value, landing)
 
@@ -148,16 +199,15 @@ class Store:
                 raise HostError(f"Nothing of value {key} is under way to or from {self._mover.name}.")
             pending = value.pending
         error = pending()
+        failed = None if error is None else _failed(value, (value.home or self._mover).name, error)
         with self._books:
             value.pending = value.kept = None
-            way = "from" if value.arrived else "to"
             if error is None:
                 value.arrived = True
-            elif not value.arrived and self._values.get(key) is value:
+            elif not value.arrived and value.home is None and self._values.get(key) is value:
                 del self._values[key]
-        if error is not None:
-            size = exact_bytes(value.nbytes)
-            raise HostError(f"The copy of {size} {way} {self._mover.name} failed: {error}") from error
+        if failed is not None:
+            raise failed from error
 
     def drop(self, key: int) -> None:
         """Free the copy in the second memory.
@@ -166,14 +216,20 @@ class Store:
             HostError: if it is not there, or still on its way.
         """
         with self._opened():
-            self._settled(key, "dropped")
+            if self._settled(key, "dropped").home is not None:
+                raise HostError(f"Value {key} is at home in {self._mover.name}, and cannot be dropped.")
             del self._values[key]
 
     def reset(self) -> None:
-        """Start again after a step that did not end: wait for copies under way, then free everything."""
+        """Start again after a step that did not end: wait for copies under way, then free everything.
+
+        Raises:
+            HostError: if a copy to a home failed.
+        """
         with self._opened():
-            self._mover.finish()
-            _let_go(self._values)
+            error = _end(self._mover, self._values)
+        if error is not None:
+            raise error
 
     def close(self) -> None:
         """Free the second memory after the copies under way. Closing again does nothing."""
@@ -183,13 +239,15 @@ class Store:
         with self._books:
             self._close()
 
-    def _settled(self, key: int, what: str) -> Value:
-        """A value with a whole copy and no transfer under way."""
+    def _settled(self, key: int, what: str, nbytes: int | None = None) -> Value:
+        """A value with a whole copy, of so many bytes, and no transfer under way."""
         value = self._values.get(key)
         if value is not None and value.pending is not None:
             raise HostError(f"Value {key} is under way to or from {self._mover.name}: wait for it before it is {what}.")
         if value is None or not value.arrived:
             raise HostError(f"Value {key} is not in {self._mover.name}, and cannot be {what}.")
+        if nbytes is not None and nbytes != value.nbytes:
+            raise HostError(f"Value {key} has {exact_bytes(value.nbytes)} there, and {exact_bytes(nbytes)} here.")
         return value
 
     @contextmanager
@@ -211,13 +269,28 @@ def _shut(mover: Mover, values: dict[int, Value], process: int) -> None:
     if os.getpid() != process:
         mover.abandon()
         return
-    mover.finish()
-    _let_go(values)
+    if error := _end(mover, values):
+        log.error("%s", error)
     mover.close()
 
 
-def _let_go(values: dict[int, Value]) -> None:
-    """Forget values and the storages that were copied; an error's traceback may keep a value longer."""
+def _end(mover: Mover, values: dict[int, Value]) -> HostError | None:
+    """End all copies, those to homes by their end, and give the error if one of these has failed.
+
+    Storages that were copied are let go of here: an error's traceback may keep a value longer.
+    """
+    error = None
+    for value in values.values():
+        if value.home is not None and value.pending is not None and not value.arrived and (why := value.pending()):
+            error = _failed(value, value.home.name, why)
+    mover.finish()
     for value in values.values():
         value.kept = None
     values.clear()
+    return error
+
+
+def _failed(value: Value, name: str, why: BaseException) -> HostError:
+    """The error of a copy."""
+    way, torn = ("from", "") if value.arrived else ("to", "" if value.home is None else f". {TORN}")
+    return HostError(f"The copy of {exact_bytes(value.nbytes)} {way} {name} failed: {why}{torn}")

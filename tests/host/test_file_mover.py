@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from checkmate.errors import HostError
-from checkmate.host import file_mover, open_store
+from checkmate.host import file_mover, files, open_store
 from checkmate.host.file_mover import FileMover
 from checkmate.host.store import BLOCK, Store
 from tests.support.processes import run_fresh_python
@@ -76,7 +76,7 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.M
 @pytest.mark.parametrize("tried", [(64, 512, BLOCK), (512, BLOCK), (BLOCK,)], ids="alignments {}".format)
 def test_bits_come_back_in_any_order(tried: tuple[int, ...], folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever alignment of addresses a disk asks for: one that asks for less is served as well."""
-    monkeypatch.setattr(file_mover, "ALIGNMENTS", tried)
+    monkeypatch.setattr(files, "ALIGNMENTS", tried)
     monkeypatch.setattr(file_mover, "BOUNCE", 2 * BLOCK)
     draw, capacity = random.Random(1), 64 * BLOCK
     store = open_store(f"file:{folder}", capacity, CPU)
@@ -287,7 +287,7 @@ def test_threads_hold_no_storage(tmp_path: Path) -> None:
 
 def test_its_bytes_are_taken_and_it_has_no_name(tmp_path: Path) -> None:
     mover = FileMover(tmp_path, 100 * BLOCK)
-    about = os.fstat(mover._file.fileno())
+    about = os.fstat(mover._file.fd)
     assert about.st_blocks * 512 >= 100 * BLOCK
     assert about.st_nlink == 0
     assert list(tmp_path.iterdir()) == []
@@ -321,5 +321,5 @@ def test_a_file_system_that_refuses_every_alignment_is_used_by_the_page_cache(
     with monkeypatch.context() as patch:
         patch.setattr(os, "pwrite", failing(errno.EINVAL))
         mover = FileMover(tmp_path, 4 * BLOCK)
-    assert not fcntl.fcntl(mover._file.fileno(), fcntl.F_GETFL) & os.O_DIRECT
+    assert not fcntl.fcntl(mover._file.fd, fcntl.F_GETFL) & os.O_DIRECT
     there_and_back(Store(mover, 4 * BLOCK), Random(9000, 1), Random(9000, 64))

@@ -11,7 +11,7 @@ import torch
 from checkmate.devices import kind_of
 from checkmate.errors import HostError
 from checkmate.host import measure, open_store, pinned_mover
-from checkmate.host.store import BLOCK, Store
+from checkmate.host.store import BLOCK, Home, Store
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
@@ -167,6 +167,22 @@ def test_memory_that_cannot_be_pinned(cuda: Cuda, monkeypatch: pytest.MonkeyPatc
     with pytest.raises(HostError, match=r"8.19 kB .* cannot be pinned: CUDA error 2.*ulimit -l"):
         pinned_store(2 * BLOCK)
     assert not left
+
+
+def test_a_home_is_copied_from_and_to_its_own_memory(cuda: Cuda) -> None:
+    store, own, landing = (
+        pinned_store(0),
+        torch.full((BLOCK + 5,), 3, dtype=torch.uint8),
+        torch.zeros(BLOCK + 5, dtype=torch.uint8),
+    )
+    store.adopt(0, Home(BLOCK + 5, "pinned memory", own, (range(BLOCK + 5),)))
+    store.fetch(0, landing.untyped_storage())
+    store.wait(0)
+    cuda.streams[0].queue.append(lambda: landing.add_(4))
+    store.send(0, landing.untyped_storage())
+    store.wait(0)
+    store.reset()
+    assert set(own.tolist()) == {7}
 
 
 @pytest.mark.cuda

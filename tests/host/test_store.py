@@ -99,7 +99,7 @@ REFUSED = [
     (lambda store: store.wait(7), "Nothing of value 7 is under way"),
     (lambda store: store.wait(0), "Nothing of value 0 is under way"),
     (lambda store: store.send(0, torch.UntypedStorage(1)), "Value 0 is in the test's memory already"),
-    (lambda store: store.fetch(0, torch.UntypedStorage(9)), "Value 0 has 8 B, and is to land in 9 B"),
+    (lambda store: store.fetch(0, torch.UntypedStorage(9)), "Value 0 has 8 B there, and 9 B here"),
     (lambda store: store.fetch(1, torch.UntypedStorage(8)), "Value 1 is under way"),
     (lambda store: store.drop(1), "Value 1 is under way .* before it is dropped"),
     (lambda store: store.send(2, torch.UntypedStorage(BLOCK)), r"No room for value 2 .* 8.19 kB .* are taken"),
