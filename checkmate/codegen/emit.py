@@ -63,11 +63,14 @@ class Modules:
         return tuple(node.name for node in nodes if AGAIN in node.name)
 
 
-def emit(joint: Joint, plan: Plan, begin: Begin = transfers.no_second_memory) -> Modules:
+def emit(
+    joint: Joint, plan: Plan, begin: Begin = transfers.no_second_memory, homes: frozenset[int] = frozenset()
+) -> Modules:
     """Write the modules of a plan.
 
     Args:
         begin: what a forward calls whose plan uses a second memory.
+        homes: inputs that are at home there, and here from their fetch to their freeing only.
 
     Raises:
         SolverError: if the plan reads what is not at hand, or writes over what it must not.
@@ -85,18 +88,20 @@ def emit(joint: Joint, plan: Plan, begin: Begin = transfers.no_second_memory) ->
     # Find what the forward saves for the backward.
     before, after = steps[: plan.boundary], steps[plan.boundary :]
     tangents = _placeholders(joint, aot._is_tangent, aot._is_bwd_seed_offset, aot._is_backward_state)
-    saved = sorted(_saved(joint, after, tangents), key=is_unchecked)  # AOTAutograd wants the unchecked last
+    unchecked = {n for n in joint.step.placeholders if is_unchecked(n)}
+    unchecked -= {n for v in homes for n in joint.nodes_of_value[v]}
+    saved = sorted(_saved(joint, after, tangents, unchecked), key=unchecked.__contains__)  # these last, for AOTAutograd
     numbers = [*joint.step.given_numbers]  # and numbers after them, the same of each plan
     # Write both, the forward first.
     kinds = (aot.SavedForBackwardsAOTOutput, aot.SavedForBackwardsNoVcCheckAOTOutput)
     inputs = _placeholders(joint, aot._is_primal, aot._is_fwd_seed_offset)
     times: Counter[fx.Node] = Counter()
-    first = _Writer(joint, inputs, times)
-    call = first.begin(begin, plan) if plan.moves else None
+    first = _Writer(joint, inputs, times, homes=homes)
+    call = first.begin(begin, plan) if plan.moves or homes else None
     saved = saved if call is None else [call, *saved]
-    descs = [kinds[is_unchecked(node)](i) for i, node in enumerate([*saved, *numbers])]
+    descs = [kinds[node in unchecked](i) for i, node in enumerate([*saved, *numbers])]
     forward = first.write(before, [*joint.step.forward_outputs, *saved, *numbers], [*joint.step.forward_descs, *descs])
-    second = _Writer(joint, [*numbers, *saved, *tangents], times, call)
+    second = _Writer(joint, [*numbers, *saved, *tangents], times, call, homes)
     backward = second.write(after, joint.step.backward_outputs, joint.step.backward_descs)
     _draw_once(forward)
     for module in (forward, backward):
@@ -131,7 +136,9 @@ def is_unchecked(node: fx.Node) -> bool:
     return bool(node.meta.get("saved_tensor_with_no_vc_check", False))
 
 
-def _saved(joint: Joint, steps: Iterable[Step | Land], tangents: Iterable[fx.Node]) -> list[fx.Node]:
+def _saved(
+    joint: Joint, steps: Iterable[Step | Land], tangents: Iterable[fx.Node], unchecked: Iterable[fx.Node]
+) -> list[fx.Node]:
     """The saved tensors: values that the backward reads and neither makes nor fetches, and unchecked inputs."""
     made = {*tangents, *joint.step.given_numbers}
     saved: dict[fx.Node, None] = {}
@@ -150,7 +157,7 @@ def _saved(joint: Joint, steps: Iterable[Step | Land], tangents: Iterable[fx.Nod
             made.update(joint.nodes_of_value[step.value])
     read(n for n in joint.step.backward_outputs if isinstance(n, fx.Node))
     # AOTAutograd counts unchecked inputs once: each plan saves all, as another may take over. They take no memory.
-    saved.update(dict.fromkeys(n for n in joint.step.placeholders if is_unchecked(n) and n not in made))
+    saved.update(dict.fromkeys(n for n in joint.step.placeholders if n in unchecked and n not in made))
     return list(saved)
 
 
@@ -165,9 +172,14 @@ def _roots(joint: Joint, node: fx.Node) -> list[fx.Node]:
 
 class _Writer:
     def __init__(
-        self, joint: Joint, inputs: Sequence[fx.Node], times: Counter[fx.Node], call: fx.Node | None = None
+        self,
+        joint: Joint,
+        inputs: Sequence[fx.Node],
+        times: Counter[fx.Node],
+        call: fx.Node | None = None,
+        homes: frozenset[int] = frozenset(),
     ) -> None:
-        self.joint = joint
+        self.joint, self.homes = joint, homes
         self.times = times  # how often each op was written, in both modules together
         self.copies: Counter[fx.Node] = Counter()  # how often each other node was written in this one
         self.graph = fx.Graph()
@@ -187,8 +199,8 @@ class _Writer:
             self.call.meta[transfers.IS_CALL] = True
 
     def begin(self, begin: Begin, plan: Plan) -> fx.Node:
-        """Begin the module of a call that sends values."""
-        call = self.graph.call_function(begin, (transfers.most_there(plan, self.joint.graph),))
+        """Begin the module of a call with a second memory, where homes are."""
+        call = self.graph.call_function(begin, (transfers.most_there(plan, self.joint.graph, self.homes),))
         # It stands among the fake tensors of the graph.
         modes = [
             val.fake_mode for n in self.joint.module.graph.nodes if isinstance(val := n.meta.get("val"), FakeTensor)
@@ -196,6 +208,9 @@ class _Writer:
         with modes[0] if modes else nullcontext():
             call.meta["val"] = torch.empty(1, dtype=torch.int64, device="cpu")
         self.call = self.env[call] = call
+        for v in sorted(self.homes):
+            inputs = [self.env.pop(node) for node in self.joint.nodes_of_value[v]]
+            self._call(transfers.adopt, v, self.joint.graph.values[v].name, *inputs)
         return call
 
     def write(self, steps: Iterable[Step | Land], outputs: Sequence[Any], descs: Sequence[Any]) -> fx.GraphModule:
@@ -232,6 +247,9 @@ class _Writer:
             nodes = [n for n in results if isinstance(n, fx.Node) and inputs.intersection(joint.value_of[n])]
             self.handed_over |= {n: self._at_hand(n) for n in nodes}
             return
+        # What has landed from a home is to go back once it is written to.
+        for v in sorted(self.homes.intersection(self.joint.graph.ops[op].overwrites)):
+            self._call(transfers.overwrite, v, self._at_hand(self.joint.nodes_of_value[v][0]))
         # A copy of the node, named by how often it ran; a draw that runs again repeats its numbers.
         n = self.times[node]
         self.times[node] += 1
@@ -260,20 +278,15 @@ class _Writer:
             self._forget(step.over)
 
     def _transfer(self, step: Send | Fetch | Wait | Drop | Land) -> None:
-        v, call = step.value, self.call
-        assert call is not None
-        nodes = self.joint.nodes_of_value[v]
-        # After the send, not the call itself: where a part of the backward runs, what is not sent stays.
-        at = call if isinstance(step, Send) else self.sent.get(v, call)
+        v, nodes = step.value, self.joint.nodes_of_value[step.value]
         if not isinstance(step, Land):
             read = map(self._at_hand, nodes) if isinstance(step, (Send, Wait)) else ()
-            node = self.graph.call_function(_CALLED[type(step)], (at, v, *read))
-            node.meta["val"] = call.meta["val"]
+            node = self._call(_CALLED[type(step)], v, *read)
             if isinstance(step, Send):
                 self.sent[v] = node
             return
         # Landed tensors replace those that the value's op made.
-        landed = self.graph.call_function(transfers.land, (at, v))
+        landed = self._call(transfers.land, v)
         if len(nodes) == 1:
             landed.meta = dict(nodes[0].meta)
             self.env[nodes[0]] = landed
@@ -283,9 +296,19 @@ class _Writer:
             self.env[one] = self.graph.call_function(operator.getitem, (landed, i))
             self.env[one].meta = dict(one.meta)
 
+    def _call(self, transfer: Callable[..., Any], v: int, *args: Any) -> fx.Node:
+        """Write a call to the second memory."""
+        assert self.call is not None
+        # After the send, not the call itself: where a part of the backward runs, what is not sent stays.
+        at = self.call if transfer is transfers.send else self.sent.get(v, self.call)
+        node = self.graph.call_function(transfer, (at, v, *args))
+        node.meta["val"] = self.call.meta["val"]
+        return node
+
     def _forget(self, value: int) -> None:
         for node in (*self.joint.nodes_of_value[value], *self.views.pop(value, ())):
-            if node.op != "placeholder":  # numbers may be read from it for the backward; Python lets go of it itself
+            # Numbers may be read from an input that is at home here, for the backward; Python lets go of it itself.
+            if node.op != "placeholder" or value in self.homes:
                 self.env.pop(node, None)
 
     def _at_hand(self, node: fx.Node) -> fx.Node:

@@ -74,6 +74,8 @@ class Call:
     bytes: dict[int, int] = field(default_factory=dict)
     kept: dict[int, tuple[torch.Tensor, ...]] = field(default_factory=dict)  # values without their own storage
     landing: dict[int, torch.UntypedStorage] = field(default_factory=dict)
+    homes: set[int] = field(default_factory=set)  # values with a home
+    overwritten: dict[int, torch.UntypedStorage] = field(default_factory=dict)  # of these, what is not sent there yet
 
     def wait(self, v: int) -> None:
         """Wait until a value's last copy has ended."""
@@ -179,21 +181,26 @@ class SecondMemory:
         return call_token(number, partial(_leave, number))
 
     def finish(self, call: Call, why: str, *, broken: bool = False) -> None:
-        """End a call: stop its transfers and free its bytes.
+        """End a call: stop its transfers and free its bytes, but send home what was overwritten.
 
         Args:
             why: what is said to who asks all the same; ``HAS_RUN`` if the backward has run to its end.
             broken: the store is of no more use.
+
+        Raises:
+            HostError: if a home may have bytes from before and after.
         """
         if call.is_over:
             return
-        call.is_over = why
+        call.is_over, failed = why, None
         try:
+            for v, storage in call.overwritten.items():
+                call.store.send(v, storage)
             if call.bytes and not broken:  # the code of a part of the backward, or an error
                 call.store.reset()
-        except HostError:
-            broken = True
-        for held in (call.kept, call.landing, call.bytes, call.layouts):
+        except HostError as error:
+            broken, failed = True, error
+        for held in (call.kept, call.landing, call.bytes, call.layouts, call.overwritten):
             held.clear()
         if broken:
             call.store.close()
@@ -204,6 +211,8 @@ class SecondMemory:
             if why == HAS_RUN:
                 self._calls += 1
                 self._last = (call.host_peak, call.sent, call.fetched, call.waited)
+        if failed is not None and call.homes:
+            raise failed
 
 
 class SecondMemories:

@@ -4,12 +4,15 @@ A value is a storage. `send` begins to copy it there, and `arrive` waits for tha
 thread of the step, by the allocator that serves the step, and begins to copy into it; `land` waits for that, and gives
 the tensors that the value's op has made, in the new storage; `drop` lets the copy there go. Views are made anew from
 these, as from a value that was made again.
+
+An input may be at home there: `adopt` says so when the call begins, and the input is not here until it is fetched. An
+op that writes to what has landed is announced by `overwrite`: until that is sent, it alone has the new bytes.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from typing import Any
 
 import torch
@@ -20,7 +23,7 @@ from checkmate.codegen.second_memory import HAS_RUN, Call, TensorLayout, call_of
 from checkmate.core.graph import Graph
 from checkmate.core.plan import Drop, Plan, Send
 from checkmate.errors import HostError, Unsupported
-from checkmate.host import rounded
+from checkmate.host import home_of, rounded
 from checkmate.torch_internals.dispatcher import functorch
 
 IS_CALL = "is_call"  # in the meta data of the placeholder through which a backward is told its call
@@ -55,14 +58,44 @@ def send(token: torch.Tensor, v: int, *tensors: torch.Tensor) -> torch.Tensor:
         return token
     storage = tensors[0].untyped_storage()
     call.store.send(v, storage)
-    call.layouts[v] = [
-        TensorLayout(t.dtype, t.device, int(t.storage_offset()), tuple(t.shape), t.stride()) for t in tensors
-    ]
-    call.bytes[v] = storage.nbytes()
     call.sent += storage.nbytes()
-    call.host_bytes += storage.nbytes()
-    call.host_peak = max(call.host_peak, call.host_bytes)
+    call.overwritten.pop(v, None)
+    if v not in call.homes:
+        _note(call, v, tensors, tensors[0].device)
     return token
+
+
+@has_side_effect
+def adopt(token: torch.Tensor, v: int, name: str, *tensors: torch.Tensor) -> torch.Tensor:
+    """Take an input for a value that is in the second memory: in the home of its storage."""
+    call = _at_work(token)
+    home = home_of(tensors[0])
+    if home is None:
+        raise HostError(
+            f"{name} is planned to be at home in the second memory, and is an ordinary tensor now. Call "
+            "checkmate.in_file for its model again, as after load_state_dict(..., assign=True)."
+        )
+    call.store.adopt(v, home)
+    call.homes.add(v)
+    _note(call, v, tensors, call.home.device)
+    return token
+
+
+@has_side_effect
+def overwrite(token: torch.Tensor, v: int, tensor: torch.Tensor) -> torch.Tensor:
+    """Note that the next op writes to what has landed from a home."""
+    _at_work(token).overwritten[v] = tensor.untyped_storage()
+    return token
+
+
+def _note(call: Call, v: int, tensors: tuple[torch.Tensor, ...], device: torch.device) -> None:
+    """Note a value that comes to the second memory, and how its tensors are to lie on the device."""
+    call.layouts[v] = [
+        TensorLayout(t.dtype, device, int(t.storage_offset()), tuple(t.shape), t.stride()) for t in tensors
+    ]
+    call.bytes[v] = nbytes = tensors[0].untyped_storage().nbytes()
+    call.host_bytes += nbytes
+    call.host_peak = max(call.host_peak, call.host_bytes)
 
 
 @has_side_effect
@@ -124,11 +157,11 @@ def no_second_memory(capacity: int) -> torch.Tensor:
     )
 
 
-def most_there(plan: Plan, graph: Graph) -> int:
-    """Bytes of the second memory at a plan's peak there, in whole blocks per value."""
+def most_there(plan: Plan, graph: Graph, homes: Container[int] = ()) -> int:
+    """Bytes of the second memory at a plan's peak there, in whole blocks per value, beside those of homes."""
     there = most = 0
     for step in plan.steps:
-        if isinstance(step, (Send, Drop)):
+        if isinstance(step, (Send, Drop)) and step.value not in homes:
             size = rounded(graph.values[step.value].size_bytes)
             there += size if isinstance(step, Send) else -size
             most = max(most, there)
@@ -138,7 +171,7 @@ def most_there(plan: Plan, graph: Graph) -> int:
 def ending_calls(graph: fx.Graph, run: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
     """The function of a graph, which frees its call's values in the second memory if it fails."""
     given = [i for i, node in enumerate(graph.find_nodes(op="placeholder")) if IS_CALL in node.meta]
-    if not given and not any(node.target in (send, fetch) for node in graph.nodes):
+    if not given and not any(node.target in (adopt, send, fetch) for node in graph.nodes):
         return run
 
     def guarded(inputs: list[Any]) -> Any:
