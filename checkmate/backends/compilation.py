@@ -344,14 +344,19 @@ class _Compilation:
         second_memory = None if backend.second_memories is None else backend.second_memories.on(device)
         name = step_problem.step_name(self.call.reach, () if updates is None else updates.optimizers)
         source, is_tried = backend.profile, fakes or backend.measures
+        known_inputs, is_whole = self.known, updates is not None
+
+        def homes(joint: Joint) -> frozenset[int]:
+            return step_problem.homes_of(joint, known_inputs) if is_whole else frozenset()
 
         # Its problem.
         def pose(joint: Joint, in_all: Callable[[int], int] = here) -> Problem:
-            problem = step_problem.problem_of(joint, source, second_memory, tried=is_tried)
+            problem = step_problem.problem_of(joint, source, second_memory, homes, tried=is_tried)
             # All bytes in use on the device count: what the graph reads, what else the step holds, and other models.
             read = problem.resident - problem.graph.state_bytes  # states count as made
             profile = replace(problem.profile, resident_bytes=in_all(read), state_bytes=made)
-            return replace(problem, profile=profile, name=name)
+            problem = replace(problem, profile=profile, name=name)
+            return problem.with_homes(at_home) if (at_home := step_problem.homes_in(problem)) else problem
 
         def split(
             problem: Problem,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -15,7 +15,7 @@ from checkmate.capture.device import as_allocated, main_device
 from checkmate.capture.fusion.kernels import Kernel
 from checkmate.capture.guards import DataGuards
 from checkmate.capture.joint import NUMBERS, Joint
-from checkmate.capture.nodes import storage
+from checkmate.capture.nodes import input_position, storage
 from checkmate.capture.sharded.shards import local
 from checkmate.codegen.emit import Begin, Modules, emit
 from checkmate.codegen.second_memory import SecondMemory
@@ -25,6 +25,8 @@ from checkmate.core.plan import Plan
 from checkmate.core.problem import Problem
 from checkmate.core.solution import Solution
 from checkmate.errors import Unsupported
+from checkmate.host import home_of
+from checkmate.host.homes import LEAST
 from checkmate.memory import aside, measure_peak
 from checkmate.profiling.measure import Measure
 from checkmate.profiling.other_sizes import profile_at
@@ -40,9 +42,9 @@ SECONDS_OF_FLOOR = 1.0  # to look for the smallest budget of a step with fewer k
 class Codegen:
     """Writes the modules of plans of a captured step."""
 
-    def __init__(self, joint: Joint, begin: Begin = no_second_memory) -> None:
+    def __init__(self, joint: Joint, begin: Begin = no_second_memory, homes: frozenset[int] = frozenset()) -> None:
         self._joint: Callable[[], Joint] = lambda: joint
-        self._begin = begin
+        self._begin, self.homes = begin, homes
 
     @property
     def joint(self) -> Joint:
@@ -55,7 +57,7 @@ class Codegen:
 
     def __call__(self, plan: Plan) -> Modules:
         """Write the modules of a plan."""
-        return emit(self.joint, plan, self._begin)
+        return emit(self.joint, plan, self._begin, self.homes)
 
 
 def joint_of(problem: Problem) -> Joint:
@@ -89,10 +91,41 @@ def kernels_above(problem: Problem, budget: int) -> list[str]:
     return [key for key, _ in held.most_common(1)]
 
 
-def problem_of(joint: Joint, source: Source, memory: SecondMemory | None, *, tried: bool) -> Problem:
+def homes_of(joint: Joint, given: Sequence[Any]) -> frozenset[int]:
+    """The inputs that are in a file, and the states and sums of such parameters that are as large.
+
+    ``given``: the step's inputs, in the order of what was traced.
+    """
+    homes = []
+    for v, value in enumerate(joint.graph.values):
+        held, nodes = joint.held.get(v), joint.nodes_of_value[v]
+        if value.producer is not None or v in joint.graph.outputs or (held is not None and held.nbytes < LEAST):
+            continue
+        positions = [] if held is not None else [input_position(node) for node in nodes]
+        at = held.parameter if held is not None else next((given[i] for i in positions if i is not None), None)
+        if isinstance(at, torch.Tensor) and home_of(at) is not None:
+            homes.append(v)
+    return frozenset(homes)
+
+
+def homes_in(problem: Problem) -> frozenset[int]:
+    """The values of a step that its code takes for those at home in the second memory."""
+    return problem.codegen.homes if isinstance(problem.codegen, Codegen) else frozenset()
+
+
+def problem_of(
+    joint: Joint,
+    source: Source,
+    memory: SecondMemory | None,
+    homes: Callable[[Joint], frozenset[int]] = lambda joint: frozenset(),
+    *,
+    tried: bool,
+) -> Problem:
     """The problem of a captured step, with measured or estimated ops, in the order with the lower floor.
 
-    ``memory``: a second one, in which its values may wait.
+    Args:
+        memory: a second one, in which its values may wait.
+        homes: gives the values that are at home there, whose bytes count as resident here all the same.
     """
     order = late_results(joint.graph)
     joint = joint if order is None else joint.in_order(order)
@@ -100,7 +133,8 @@ def problem_of(joint: Joint, source: Source, memory: SecondMemory | None, *, tri
     costs = costs if tried else tried_here(joint, costs)
     if memory is None:
         return Problem(joint.graph, costs, Codegen(joint))
-    return Problem(joint.graph, costs, Codegen(joint, memory.begin), host=memory.host(joint.graph))
+    codegen = Codegen(joint, memory.begin, homes(joint))
+    return Problem(joint.graph, costs, codegen, host=memory.host(joint.graph))
 
 
 def at_other_sizes(joint: Joint, known: Problem, source: Source) -> Problem | None:

@@ -8,7 +8,7 @@ On the main path, 4 of 16: see docs/idea.md.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,6 +20,7 @@ from checkmate.capture.nodes import (
     COPIES_OF_STORAGES,
     LINK,
     LOSSES,
+    Held,
     PlannedOp,
     getitems,
     input_position,
@@ -52,6 +53,7 @@ class Joint:
     nodes: tuple[fx.Node | None, ...]  # for each op its node; None: stands for something autograd does
     value_of: dict[fx.Node, tuple[int, ...]]  # for each node, the values that its tensors are, or are views of
     nodes_of_value: tuple[tuple[fx.Node, ...], ...]  # for each value, those that name its producer's output directly
+    held: Mapping[int, Held]  # the values that updates hold
 
     @property
     def module(self) -> fx.GraphModule:
@@ -124,6 +126,7 @@ def read_joint(step: TracedStep, *, block_bytes: int = 1, noted: Noted = ()) -> 
         nodes=tuple(found.nodes),
         value_of={n: found.values_of(n) for n in step.nodes if n.op != "output"},
         nodes_of_value=tuple(map(tuple, found.nodes_of_value)),
+        held=found.held,
     )
 
 
@@ -138,6 +141,7 @@ class _Contents:
         self.values: list[Value] = []
         self.nodes_of_value: list[list[fx.Node]] = []  # per value
         self.by_storage: dict[int, int] = {}  # its value
+        self.held: dict[int, Held] = {}  # by value
 
     def values_of(self, node: fx.Node) -> tuple[int, ...]:
         """The values that a node's tensors are, or are views of."""
@@ -205,8 +209,10 @@ class _Contents:
         target = node.target if isinstance(node.target, PlannedOp) else None
         over = [v for p in updated(node) for v in self.values_of(p)]
         made: tuple[int, ...] = ()
+        held = () if target is None else target.held()
         if target is not None and target.stores:
             over += self._add_values(node, None, "state")
+            self.held[over[-1]] = held[0]
         elif not writes:
             made = self._add_values(node, len(self.ops), "intermediate")
         aliased = [v for v in self.values_of(node) if v not in made and v not in over]
@@ -221,9 +227,10 @@ class _Contents:
                 "Call this op outside of the step, under torch.no_grad() if it needs no gradient."
             )
         pinned = self.step.pinned(node)
-        for name, size in ({} if target is None else target.held()).items():
-            state = Value(f"{node.name}.{name}", as_allocated(size, self.block_bytes), None, "state")
-            over.append(self._add_value(state))
+        for tensor in () if target is None or target.stores else held:
+            size = as_allocated(tensor.nbytes, self.block_bytes)
+            over.append(self._add_value(Value(f"{node.name}.{tensor.name}", size, None, "state")))
+            self.held[over[-1]] = tensor
         starts = target is not None and target.begin is not None
         link = node.meta.get(LINK, "") if starts else ""  # not of what took its place
         about: Any = {"where": where(node), "overwrites": tuple(over), "link": link}

@@ -31,6 +31,17 @@ LOSSES = {  # their kernels make the sum or mean of the terms within the storage
 
 
 @dataclass(frozen=True, eq=False)
+class Held:
+    """A tensor that an op overwrites and that is no argument of it: a state of an optimizer, a sum of gradients."""
+
+    name: str
+    nbytes: int
+    parameter: torch.Tensor  # that it belongs to
+    get: Callable[[], torch.Tensor | None]  # it as it is now; None: there is none
+    put: Callable[[torch.Tensor], None]  # put another tensor in its place
+
+
+@dataclass(frozen=True, eq=False)
 class PlannedOp:
     """A function as an op of the graph that is measured by another one: an update, an exchange with other ranks."""
 
@@ -39,8 +50,8 @@ class PlannedOp:
     rehearsal: Callable[[], Callable[..., Any]]  # makes a function that costs the same and leaves everything as it is
     does: str | None = None  # beside its results, with a place for its second argument, a parameter; it then runs once
     overwrites: tuple[int, ...] = ()  # positions of the arguments that it overwrites
-    held: Callable[[], Mapping[str, int]] = dict  # bytes of what it overwrites beside arguments, by name
-    stores: bool = False  # its result is a tensor that is there before the step, and that it overwrites
+    held: Callable[[], Sequence[Held]] = tuple  # what it overwrites beside arguments
+    stores: bool = False  # its result is what it holds
     out: tuple[int, ...] = ()  # positions of those over which it may write its first result, as ``out=``
     moved: int = 0  # bytes beside its arguments and results
     workspace: Callable[[], int] = lambda: 0  # bytes that it makes on its way, where they are not measured

@@ -208,7 +208,10 @@ class _Writer:
         with modes[0] if modes else nullcontext():
             call.meta["val"] = torch.empty(1, dtype=torch.int64, device="cpu")
         self.call = self.env[call] = call
-        for v in sorted(self.homes):
+        held: Any = {v: self.joint.held[v] for v in sorted(self.homes) if v in self.joint.held}
+        if held:
+            self.graph.call_function(transfers.adopt_held, (call, held)).meta["val"] = call.meta["val"]
+        for v in sorted(self.homes - held.keys()):
             inputs = [self.env.pop(node) for node in self.joint.nodes_of_value[v]]
             self._call(transfers.adopt, v, self.joint.graph.values[v].name, *inputs)
         return call
@@ -219,6 +222,8 @@ class _Writer:
                 self._run(step)
             elif isinstance(step, Free):
                 self._forget(step.value)
+                if step.value in self.homes and step.value in self.joint.held:
+                    self._call(transfers.leave, step.value)
             elif isinstance(step, Start):
                 node: Any = self.joint.nodes[step.op]
                 self.started[step.op] = launched = self._copy(node, f"{node.name}_started")
@@ -247,9 +252,6 @@ class _Writer:
             nodes = [n for n in results if isinstance(n, fx.Node) and inputs.intersection(joint.value_of[n])]
             self.handed_over |= {n: self._at_hand(n) for n in nodes}
             return
-        # What has landed from a home is to go back once it is written to.
-        for v in sorted(self.homes.intersection(self.joint.graph.ops[op].overwrites)):
-            self._call(transfers.overwrite, v, self._at_hand(self.joint.nodes_of_value[v][0]))
         # A copy of the node, named by how often it ran; a draw that runs again repeats its numbers.
         n = self.times[node]
         self.times[node] += 1
@@ -268,7 +270,8 @@ class _Writer:
         # Its results are in memory under the nodes that name them.
         made = [one for v in (*values.outputs, *values.overwrites) for one in self.joint.nodes_of_value[v]]
         if node in made:
-            self.env.setdefault(node, copy)  # a copy still in memory stays, as in the plan
+            stays = node in self.env and not values.overwrites  # a copy still in memory does, as in the plan
+            self.env[node] = self.env[node] if stays else copy
         else:
             self.env[node] = copy
             for one in made:
@@ -276,6 +279,9 @@ class _Writer:
             del self.env[node]
         if step.over is not None:
             self._forget(step.over)
+        # What has landed from a home is to go back, as it was written to.
+        for v in sorted(self.homes.intersection(values.overwrites)):
+            self._call(transfers.overwrite, v, *map(self._at_hand, self.joint.nodes_of_value[v]))
 
     def _transfer(self, step: Send | Fetch | Wait | Drop | Land) -> None:
         v, nodes = step.value, self.joint.nodes_of_value[step.value]
@@ -287,6 +293,8 @@ class _Writer:
             return
         # Landed tensors replace those that the value's op made.
         landed = self._call(transfers.land, v)
+        if not nodes:  # a state
+            return
         if len(nodes) == 1:
             landed.meta = dict(nodes[0].meta)
             self.env[nodes[0]] = landed

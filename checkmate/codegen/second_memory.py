@@ -22,11 +22,13 @@ from typing import NamedTuple
 
 import torch
 
+from checkmate.capture.nodes import Held
 from checkmate.codegen.call_token import call_token
 from checkmate.core.graph import Graph
 from checkmate.core.host import Host
 from checkmate.errors import HostError, Unsupported
-from checkmate.host import BLOCK, Store, known_links, open_store
+from checkmate.host import BLOCK, Home, Store, known_links, open_store
+from checkmate.host.homes import within
 from checkmate.memory.report import HostUse
 from checkmate.torch_internals.dispatcher import outside_tracing
 
@@ -76,6 +78,35 @@ class Call:
     landing: dict[int, torch.UntypedStorage] = field(default_factory=dict)
     homes: set[int] = field(default_factory=set)  # values with a home
     overwritten: dict[int, torch.UntypedStorage] = field(default_factory=dict)  # of these, what is not sent there yet
+    held: dict[int, tuple[Held, torch.UntypedStorage]] = field(default_factory=dict)  # of these by updates, and at home
+    void: set[int] = field(default_factory=set)  # of these, those of which there is no tensor
+
+    def take(self, v: int, nbytes: int) -> None:
+        """Note a value that comes to the second memory."""
+        self.bytes[v] = nbytes
+        self.host_bytes += nbytes
+        self.host_peak = max(self.host_peak, self.host_bytes)
+
+    def adopt(self, v: int, home: Home) -> None:
+        """Note a value with a home."""
+        self.store.adopt(v, home)
+        self.homes.add(v)
+        self.take(v, home.nbytes)
+
+    def present(self, v: int, tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        """The tensors of a value; of what updates hold, that which is in its place now, if any."""
+        if v not in self.held:
+            return tensors
+        tensor = self.held[v][0].get()
+        (self.void.add if tensor is None else self.void.discard)(v)
+        return () if tensor is None else (tensor,)
+
+    def leave(self, v: int) -> None:
+        """Put the tensor at home in the place of what an update holds, unless that was let go of."""
+        held, storage = self.held[v]
+        tensor = held.get()
+        if tensor is not None and tensor.untyped_storage().data_ptr() != storage.data_ptr():
+            held.put(within(storage, tensor))
 
     def wait(self, v: int) -> None:
         """Wait until a value's last copy has ended."""
@@ -200,7 +231,9 @@ class SecondMemory:
                 call.store.reset()
         except HostError as error:
             broken, failed = True, error
-        for held in (call.kept, call.landing, call.bytes, call.layouts, call.overwritten):
+        for v in call.held:
+            call.leave(v)
+        for held in (call.held, call.kept, call.landing, call.bytes, call.layouts, call.overwritten):
             held.clear()
         if broken:
             call.store.close()

@@ -5,25 +5,28 @@ thread of the step, by the allocator that serves the step, and begins to copy in
 the tensors that the value's op has made, in the new storage; `drop` lets the copy there go. Views are made anew from
 these, as from a value that was made again.
 
-An input may be at home there: `adopt` says so when the call begins, and the input is not here until it is fetched. An
-op that writes to what has landed is announced by `overwrite`: until that is sent, it alone has the new bytes.
+An input may be at home there: `adopt` says so when the call begins, and the input is not here until it is fetched. So
+may what an update holds beside its arguments (`adopt_held`); what has landed of it stands in its place until `leave`.
+Once an op has written to what has landed, `overwrite` says so: until that is sent, it alone has the new bytes.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.fx as fx
 from torch.fx.node import has_side_effect
 
+from checkmate.capture.nodes import Held
 from checkmate.codegen.second_memory import HAS_RUN, Call, TensorLayout, call_of, running
 from checkmate.core.graph import Graph
 from checkmate.core.plan import Drop, Plan, Send
 from checkmate.errors import HostError, Unsupported
-from checkmate.host import home_of, rounded
+from checkmate.host import HOMES, home_of, rounded
+from checkmate.host.homes import map_storages
 from checkmate.torch_internals.dispatcher import functorch
 
 IS_CALL = "is_call"  # in the meta data of the placeholder through which a backward is told its call
@@ -52,6 +55,9 @@ def _at_work(token: torch.Tensor) -> Call:
 def send(token: torch.Tensor, v: int, *tensors: torch.Tensor) -> torch.Tensor:
     """Begin to copy a value into the second memory; its tensors stay until the copy has ended."""
     call = _at_work(token)
+    tensors = call.present(v, tensors)
+    if v in call.void:
+        return token
     # Wrappers of several tensors, and tensors without data, stay here.
     if not all(map(_is_plain, tensors)):
         call.kept[v] = tensors
@@ -61,7 +67,9 @@ def send(token: torch.Tensor, v: int, *tensors: torch.Tensor) -> torch.Tensor:
     call.sent += storage.nbytes()
     call.overwritten.pop(v, None)
     if v not in call.homes:
-        _note(call, v, tensors, tensors[0].device)
+        call.take(v, storage.nbytes())
+    if v not in call.layouts:
+        call.layouts[v] = _layouts(tensors, tensors[0].device)
     return token
 
 
@@ -75,34 +83,66 @@ def adopt(token: torch.Tensor, v: int, name: str, *tensors: torch.Tensor) -> tor
             f"{name} is planned to be at home in the second memory, and is an ordinary tensor now. Call "
             "checkmate.in_file for its model again, as after load_state_dict(..., assign=True)."
         )
-    call.store.adopt(v, home)
-    call.homes.add(v)
-    _note(call, v, tensors, call.home.device)
+    call.adopt(v, home)
+    call.layouts[v] = _layouts(tensors, call.home.device)
     return token
 
 
 @has_side_effect
-def overwrite(token: torch.Tensor, v: int, tensor: torch.Tensor) -> torch.Tensor:
-    """Note that the next op writes to what has landed from a home."""
-    _at_work(token).overwritten[v] = tensor.untyped_storage()
+def adopt_held(token: torch.Tensor, held: Mapping[int, Held]) -> torch.Tensor:
+    """Take what updates hold for values that are in the second memory; what has no home there gets one.
+
+    A home has its bytes before there is a tensor, which the first update makes.
+    """
+    call = _at_work(token)
+    tensors = {v: one.get() for v, one in held.items()}
+    new = [v for v, tensor in tensors.items() if tensor is None or home_of(tensor) is None]
+    storages: dict[int, torch.UntypedStorage] = {}
+    for folder in {home.memory.folder for v in new if (home := home_of(held[v].parameter)) is not None}:
+        here = [v for v in new if home_of(held[v].parameter).memory.folder == folder]  # type: ignore[union-attr]
+        storages.update(zip(here, map_storages([held[v].nbytes for v in here], folder), strict=True))
+    for v, one in held.items():
+        tensor = tensors[v]
+        if tensor is not None and v in storages:
+            storages[v].copy_(tensor.untyped_storage())
+        storage = storages[v] if tensor is None or v in storages else tensor.untyped_storage()
+        call.held[v] = one, storage
+        call.adopt(v, HOMES[storage.data_ptr()])
+        if tensor is None:
+            call.void.add(v)
+        else:
+            call.layouts[v] = _layouts((tensor,), call.home.device)
+            call.leave(v)
     return token
 
 
-def _note(call: Call, v: int, tensors: tuple[torch.Tensor, ...], device: torch.device) -> None:
-    """Note a value that comes to the second memory, and how its tensors are to lie on the device."""
-    call.layouts[v] = [
-        TensorLayout(t.dtype, device, int(t.storage_offset()), tuple(t.shape), t.stride()) for t in tensors
-    ]
-    call.bytes[v] = nbytes = tensors[0].untyped_storage().nbytes()
-    call.host_bytes += nbytes
-    call.host_peak = max(call.host_peak, call.host_bytes)
+@has_side_effect
+def leave(token: torch.Tensor, v: int) -> torch.Tensor:
+    """Put the tensor at home back in the place of what has landed of it."""
+    _at_work(token).leave(v)
+    return token
+
+
+@has_side_effect
+def overwrite(token: torch.Tensor, v: int, *tensors: torch.Tensor) -> torch.Tensor:
+    """Note that an op has written to what has landed from a home."""
+    call = _at_work(token)
+    tensors = call.present(v, tensors)
+    if v not in call.void:
+        call.overwritten[v] = tensors[0].untyped_storage()
+    return token
+
+
+def _layouts(tensors: Sequence[torch.Tensor], device: torch.device) -> list[TensorLayout]:
+    """The layouts of tensors that lie on a device."""
+    return [TensorLayout(t.dtype, device, int(t.storage_offset()), tuple(t.shape), t.stride()) for t in tensors]
 
 
 @has_side_effect
 def arrive(token: torch.Tensor, v: int, *tensors: torch.Tensor) -> torch.Tensor:
     """Wait until a value is in the second memory. Its tensors are read so that they stay until then."""
     call = _at_work(token)
-    if v not in call.kept:
+    if v not in call.kept and v not in call.void:
         call.wait(v)
     return token
 
@@ -111,7 +151,7 @@ def arrive(token: torch.Tensor, v: int, *tensors: torch.Tensor) -> torch.Tensor:
 def fetch(token: torch.Tensor, v: int) -> torch.Tensor:
     """Begin to copy a value back into memory that is allocated now."""
     call = _at_work(token)
-    if v not in call.kept:
+    if v not in call.kept and v not in call.void:
         landing = torch.empty(call.bytes[v], dtype=torch.uint8, device=call.layouts[v][0].device).untyped_storage()
         call.store.fetch(v, landing)
         call.landing[v] = landing
@@ -120,14 +160,18 @@ def fetch(token: torch.Tensor, v: int) -> torch.Tensor:
 
 
 @has_side_effect
-def land(token: torch.Tensor, v: int) -> torch.Tensor | tuple[torch.Tensor, ...]:
-    """The tensors of a value once it is back; the tensor itself for one."""
+def land(token: torch.Tensor, v: int) -> torch.Tensor | tuple[torch.Tensor, ...] | None:
+    """The tensors of a value once it is back; the tensor itself for one, None for what is not there yet."""
     call = _at_work(token)
+    if v in call.void:
+        return None
     tensors = call.kept.get(v)
     if tensors is None:
         call.wait(v)
         landing = call.landing.pop(v)
         tensors = tuple(layout.within(landing) for layout in call.layouts[v])
+    if v in call.held:
+        call.held[v][0].put(tensors[0])
     return tensors[0] if len(tensors) == 1 else tensors
 
 
@@ -171,7 +215,7 @@ def most_there(plan: Plan, graph: Graph, homes: Container[int] = ()) -> int:
 def ending_calls(graph: fx.Graph, run: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
     """The function of a graph, which frees its call's values in the second memory if it fails."""
     given = [i for i, node in enumerate(graph.find_nodes(op="placeholder")) if IS_CALL in node.meta]
-    if not given and not any(node.target in (adopt, send, fetch) for node in graph.nodes):
+    if not given and not any(node.target in (adopt, adopt_held, send, fetch) for node in graph.nodes):
         return run
 
     def guarded(inputs: list[Any]) -> Any:

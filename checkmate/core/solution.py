@@ -178,8 +178,6 @@ class Solution:
             raise ValueError(f"There are no modules without a plan: {self.status.meaning}.")
         if self.problem.codegen is None:
             raise ValueError("This problem was not captured from PyTorch: it has a plan but no modules.")
-        if self.problem.homes:
-            raise ValueError("Values are at home in the second memory: such a step has a plan, and no modules yet.")
         return self.problem.codegen(self.plan)
 
     def __repr__(self) -> str:

@@ -6,6 +6,6 @@ good, and `checkmate.host.homes` puts a model's tensors into a file for that.
 """
 
 from checkmate.host.opening import Links, known_links, measure, open_store
-from checkmate.host.store import BLOCK, Home, Store, home_of, rounded
+from checkmate.host.store import BLOCK, HOMES, Home, Store, home_of, rounded
 
-__all__ = ["BLOCK", "Home", "Links", "Store", "home_of", "known_links", "measure", "open_store", "rounded"]
+__all__ = ["BLOCK", "HOMES", "Home", "Links", "Store", "home_of", "known_links", "measure", "open_store", "rounded"]

@@ -96,7 +96,7 @@ def in_file(model: _Model, folder: str | os.PathLike[str]) -> _Model:
         storage.copy_(of[0].untyped_storage())
         HOMES[storage.data_ptr()].let_go()
         for t in of:
-            t.data = _within(storage, t)
+            t.data = within(storage, t)
     return model
 
 
@@ -133,7 +133,7 @@ def _swap(meta: Sequence[tuple[torch.Tensor, torch.UntypedStorage, str]]) -> Non
     """
     swapped: list[tuple[torch.Tensor, torch.Tensor]] = []
     for t, storage, name in meta:
-        other = _within(storage, t)
+        other = within(storage, t)
         other = nn.Parameter(other, t.requires_grad) if isinstance(t, nn.Parameter) else other
         other.__class__ = type(t)
         other.__dict__.update(t.__dict__)
@@ -150,7 +150,7 @@ def _swap(meta: Sequence[tuple[torch.Tensor, torch.UntypedStorage, str]]) -> Non
         swapped.append((t, other))
 
 
-def _within(storage: torch.UntypedStorage, t: torch.Tensor) -> torch.Tensor:
+def within(storage: torch.UntypedStorage, t: torch.Tensor) -> torch.Tensor:
     """The tensor that lies in a storage as another one does in its own."""
     return torch.empty(0, dtype=t.dtype, device="cpu").set_(storage, t.storage_offset(), t.shape, t.stride())
 

@@ -30,7 +30,9 @@ from typing import Any
 import torch
 from torch import nn, optim
 
+from checkmate.capture.nodes import Held
 from checkmate.errors import Unsupported
+from checkmate.host import home_of
 from checkmate.torch_internals import kernels
 from checkmate.torch_internals.kernels import _amp_foreach_non_finite_check_and_unscale_, _foreach_norm
 from checkmate.units import check_positive
@@ -56,10 +58,18 @@ class Sums:
         """Bytes of all sums."""
         return sum(p.numel() * p.element_size() for p in self._strides)
 
+    def held(self, parameter: torch.Tensor) -> Held:
+        """A parameter's sum, in whose place another tensor may be put."""
+
+        def put(gradient: torch.Tensor) -> None:
+            parameter.grad = gradient
+
+        return Held("grad", parameter.nbytes, parameter, lambda: parameter.grad, put)
+
     def make_rooms(self) -> None:
-        """Allocate the missing sums."""
+        """Allocate the missing sums, but those at home in the second memory, which are made there."""
         for parameter in self._strides:
-            if parameter.grad is None and parameter not in self._rooms:
+            if parameter.grad is None and parameter not in self._rooms and home_of(parameter) is None:
                 self._rooms[parameter] = self.room(parameter, parameter.device)
 
     def add(self, parameter: torch.Tensor, gradient: torch.Tensor) -> None:

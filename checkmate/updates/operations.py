@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import optim
 
-from checkmate.capture.nodes import PlannedOp
+from checkmate.capture.nodes import Held, PlannedOp
 from checkmate.capture.sharded.shards import local
 from checkmate.updates.all_reduce import AGREEING_BYTES, Exchange
 from checkmate.updates.gradients import Scaling, are_not_finite, total
@@ -27,10 +27,10 @@ def update(updates: Updates, of: Update) -> PlannedOp:
 
     # The function that the graph calls.
     def run(gradient: torch.Tensor, parameter: torch.Tensor, about: str, *others: Any) -> None:
-        updates.update(of, gradient)
+        updates.update(of, gradient, parameter)
 
-    def states() -> dict[str, int]:  # numbers, such as a count of steps, are no values
-        return {name: size for name, size in of.states.items() if size > NUMBER_BYTES}
+    def states() -> list[Held]:  # numbers, such as a count of steps, are no values
+        return [of.held(name, size) for name, size in of.states.items() if size > NUMBER_BYTES]
 
     # The function measured in its place, with its own states and averages.
     def rehearsal() -> Run:
@@ -76,7 +76,7 @@ def add(updates: Updates, of: Update, *, exchanges: bool = False) -> PlannedOp:
     name, does, moved = "add_gradient", "adds to the gradient of {}", of.parameter.nbytes
     if exchanges:
         name, does, moved = "add_and_exchange_gradient", f"{does} and averages it over all ranks", 2 * moved
-    return PlannedOp(name, run, rehearsal, does, stores=True, moved=moved)
+    return PlannedOp(name, run, rehearsal, does, held=lambda: [sums.held(of.parameter)], stores=True, moved=moved)
 
 
 def agree(updates: Updates, order: Sequence[torch.Tensor]) -> PlannedOp:

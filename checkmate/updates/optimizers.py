@@ -31,6 +31,7 @@ import torch
 from torch import nn, optim
 
 from checkmate.capture.meta_tensors import is_fake
+from checkmate.capture.nodes import Held
 from checkmate.capture.provenance import source_name
 from checkmate.capture.sharded.shards import Layout, is_shard, local
 from checkmate.errors import Unsupported
@@ -81,11 +82,19 @@ class Update:
         # For an optimizer not of `torch.optim` also its code, and its present numbers and the group's.
         return late if known(self.optimizer) else f"{late} {_version(self.optimizer, self.settings)}"
 
-    def __call__(self, gradient: torch.Tensor) -> None:
-        """Update the parameter; for a `DTensor`, this rank's shard by its gradient's shard."""
+    def __call__(self, gradient: torch.Tensor, here: torch.Tensor | None = None) -> None:
+        """Update the parameter, or a copy of it that is here; for a `DTensor`, this rank's shard by its gradient's."""
         state = self.optimizer.state
         if not is_shard(self.parameter):
-            self._update(self.parameter, gradient, state)
+            if here is None or here.data_ptr() == self.parameter.data_ptr():
+                self._update(self.parameter, gradient, state)
+                return
+            of_copy: dict[torch.Tensor, Any] = defaultdict(dict)
+            if self.parameter in state:
+                of_copy[here] = state[self.parameter]
+            self._update(here, gradient, of_copy)
+            if here in of_copy:
+                state[self.parameter] = of_copy[here]
             return
         # States that lie as the parameter does become each a `DTensor`, as plainly.
         shard, layout = local(self.parameter).detach(), Layout.of(self.parameter)
@@ -132,6 +141,18 @@ class Update:
     def state_bytes(self) -> int:
         """Bytes of its state on its device, from the first update on."""
         return sum(self.states.values())
+
+    def held(self, name: str, nbytes: int) -> Held:
+        """A part of its state of so many bytes, in whose place another tensor may be put."""
+
+        def get() -> torch.Tensor | None:
+            part = self.optimizer.state.get(self.parameter, {}).get(name)
+            return part if isinstance(part, torch.Tensor) else None
+
+        def put(part: torch.Tensor) -> None:
+            self.optimizer.state[self.parameter][name] = part
+
+        return Held(name, nbytes, self.parameter, get, put)
 
     @property
     def states(self) -> dict[str, int]:

@@ -116,10 +116,10 @@ class Updates:
         in_order = [both[p] for p in parameters_of(self.optimizers) if p in both]
         return self.clipping.coefficient([in_order[i] for i in order_of(in_order)])
 
-    def update(self, update: Update, gradient: torch.Tensor) -> None:
-        """Update a parameter by its gradient as it is; free its sum, unless that is kept."""
+    def update(self, update: Update, gradient: torch.Tensor, here: torch.Tensor | None = None) -> None:
+        """Update a parameter, or its copy that is here, by its gradient as it is; free its sum, unless that is kept."""
         if not self._skips(update.optimizer):
-            update(gradient)
+            update(gradient, here)
         if self.average is not None:
             self.average.follow(update.parameter)
         self._updated.add(update.parameter)
