@@ -31,6 +31,7 @@ from checkmate.core.problem import Problem, Profile
 from checkmate.core.timing import timing
 
 PRICE = 0.01  # of the seconds that a link is busy with it: what a fetch costs, so that none is for nothing
+PRICE_BESIDE_HOMES = 0.3  # likewise, where links carry much anyway
 TRIES = 20  # at most, to have a send that holds up others begin later
 ROUNDS = 4  # in each of which fetches go by when steps were reached in the one before
 
@@ -80,6 +81,7 @@ def with_fetches(problem: Problem, sent: Collection[int]) -> WithFetches:
 
     # Homes: what stands for one that is overwritten, its second version if anything reads that, its first op.
     values, by = list(graph.values), graph.overwritten_by
+    price = PRICE_BESIDE_HOMES if problem.homes else PRICE
     stand_in, renewed, first = dict[int, int](), dict[int, int](), defaultdict[int, list[int]](list)
     for v in sorted(problem.homes):
         if v in by:
@@ -98,7 +100,7 @@ def with_fetches(problem: Problem, sent: Collection[int]) -> WithFetches:
     def add_fetch(v: int, makes: int, reads: tuple[int, ...], phase: Phase) -> None:
         """Add an op that fetches a value."""
         assert host is not None
-        takes = min(PRICE * host.seconds_to_fetch(int(problem.sizes[v])), MAX_BYTES)
+        takes = min(price * host.seconds_to_fetch(int(problem.sizes[v])), MAX_BYTES)
         producer[makes] = len(rows)
         rows.append((Op(f"fetch {graph.values[v].name}", "fetch", reads, (makes,), phase), takes, 0, None, v))
 

@@ -37,6 +37,7 @@ MOMENTS = (1, 2, 4, 8, 12)  # at most, of one bound after another
 MOST_WITH_HOMES = 2  # windows of the backward: a linear program of more moments proves less
 SHARES = (1.0, 0.85, 0.7, 0.5)  # of what the bound would send
 ROOMS = (2.0, 1.0, 0.0)  # times the largest value that is sent: what is left free for transfers
+ROOMS_BESIDE_HOMES = (3.0, 2.0, 1.0, 0.0)
 FAR = 0.02  # of the best plan's seconds: parts of a set that are farther off are not tried with all rooms
 STEPS = (4, 1, 16, 2, 8, 32)  # values that a set has more or less than the best
 AT_RANDOM, MOST_AT_RANDOM = 20, 4  # sets tried before others are looked at once more; values by which they differ
@@ -131,7 +132,7 @@ class SentSets:
         """Offer plans that send these values, with more or less room left for transfers."""
         moved, least = {*sent, *self.task.problem.homes}, float("inf")
         largest = max((int(self.task.problem.sizes[v]) for v in moved), default=0)
-        for times in ROOMS:
+        for times in ROOMS_BESIDE_HOMES if self.task.problem.homes else ROOMS:
             least = min(least, self.with_room(sent, round(times * largest)))
             if self.best is not None and least > (1 + FAR) * self.best.seconds:
                 break

@@ -69,8 +69,8 @@ K[v] say that a copy is kept here from call to call. Then, of v at home, overwri
 
 The first op waits for what it reads and is not kept, and the step ends when what the last one overwrites is sent:
 these seconds are added to D_1 and D_{m+1}. The model is then solved as a linear program only. `EPS` of the seconds of
-links is added to what it minimizes, so that it moves nothing for nothing; that is at most 2 `EPS` of Σ D_i, and the
-bound is less by as much.
+links is added to what it minimizes, so that it moves nothing for nothing, and twice as much for what is kept where K is
+for the model to choose; `proven_seconds` takes off the most that this may be.
 """
 
 from __future__ import annotations
@@ -196,11 +196,10 @@ def moment_bound(
 def _round(task: Task, incumbent: Incumbent, at: list[int], best: Bound, on_runs: OnRuns, *, spanned: bool) -> Bound:
     """Solve the model of these moments; give the better of its bound and the known one, and its answer if any."""
     problem, budget, R = task.problem, task.budget, incumbent.R
-    unit = cost_unit(problem) / (1 + (2 * EPS if problem.homes else 0.0))
     x = build(problem, budget, at, spanned=spanned)
     # Start from the columns R of the best schedule; the solver finds X.
     start = None
-    if R is not None:
+    if R is not None and not problem.homes:
         runs = np.logical_or.reduceat(R, [0, *(o + 1 for o in at if o + 1 < len(R))], axis=0)[: len(x.R)]
         columns = x.R[: len(runs)]
         start = columns[columns != NONE], runs[columns != NONE].astype(np.float64)
@@ -218,9 +217,9 @@ def _round(task: Task, incumbent: Incumbent, at: list[int], best: Bound, on_runs
         start=start,
         heuristics=R is None,
         on_incumbent=answer,
-        on_bound=lambda bound: incumbent.prove(bound * unit),
+        on_bound=lambda bound: incumbent.prove(proven_seconds(problem, bound)),
     )
-    value = max(best.value, result.bound * unit)
+    value = max(best.value, proven_seconds(problem, result.bound))
     log.info("bound: %.6g s with %d moments, %s", value, len(at), result.outcome.value)
     if result.outcome is SolveStatus.INFEASIBLE:
         return replace(best, value=float("inf"), infeasible=True)
@@ -235,6 +234,14 @@ def _round(task: Task, incumbent: Incumbent, at: list[int], best: Bound, on_runs
         not problem.homes and fits(problem, budget, schedule.R) and cost_of(problem, schedule.R) <= value * (1 + EXACT)
     )
     return replace(found, schedule=schedule if proven else None)
+
+
+def proven_seconds(problem: Problem, objective: float, *, choose: bool = False) -> float:
+    """The seconds that every plan takes, by the least objective of a model with homes."""
+    if not problem.homes or problem.host is None:
+        return objective * cost_unit(problem)
+    chosen = link_seconds(problem, problem.host)[1][[*problem.homes]].sum() if choose else 0.0
+    return float(objective - 2 * EPS * chosen) / (1 + 2 * EPS) * cost_unit(problem)
 
 
 def build(
@@ -323,10 +330,8 @@ def _bind_homes(
         for i in np.flatnonzero(ends >= by) if v in homes else ():
             sent, here = links.out[: i + 1, v], X[i, v] if i < len(X) else NONE
             model.constrain(f"send {v} by {i} or stay", [(sent[None], 1.0), (np.array([here]), 1.0)], lower=1.0)
-    unit, results = (
-        size_unit(problem),
-        [v for v in problem.graph.outputs if problem.graph.values[v].producer is not None],
-    )
+    unit, values = size_unit(problem), problem.graph.values
+    results = [v for v in problem.graph.outputs if values[v].producer is not None]
     room = (budget - problem.resident - int(problem.sizes[results].sum())) / unit
     model.constrain("keep what fits", [(links.kept[None], problem.sizes / unit)], upper=room)
 
@@ -532,7 +537,9 @@ def add_links(
     back = model.variables(moved, cost=eps * fetch, name="in")
     F = model.variables(later, name="F")
     H, L = model.variables(sent[:-1] & ~homes, name="H"), model.variables(moved[:-1], name="L")
-    return LinkColumns(out, back, F, H, L, model.variables(may & homes & (kept | choose), lower=kept, name="kept"))
+    price = 2 * eps * fetch if choose else 0.0
+    K = model.variables(may & homes & (kept | choose), lower=kept, cost=price, name="kept")
+    return LinkColumns(out, back, F, H, L, K)
 
 
 def bind_links(

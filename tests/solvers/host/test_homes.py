@@ -15,10 +15,11 @@ from checkmate.core.simulator import check_plan
 from checkmate.core.timing import timing
 from checkmate.solvers.catalogue import METHODS
 from checkmate.solvers.common.fetches import MustBeBack, place_transfers, plain_events, sendable, with_fetches
+from checkmate.solvers.common.incumbent import Clock, Task
 from checkmate.solvers.common.schedules import lowered
+from checkmate.solvers.host.kept import keep_homes
 from checkmate.solvers.linear import highs
-from checkmate.solvers.linear.equations import cost_unit
-from checkmate.solvers.linear.moments import EPS, build
+from checkmate.solvers.linear.moments import build, proven_seconds
 from checkmate.solvers.solve import min_budget
 from tests.solvers.checks import check
 from tests.support.all_plans import cheapest_plan, random_problem_with_homes
@@ -63,7 +64,7 @@ def test_no_plan_is_below_the_bound_and_few_found_are_above_the_cheapest(first: 
 
 def linear_bound(problem: Problem, budget: int, moments: list[int], *, choose: bool = False) -> float:
     result = highs.run(build(problem, budget, moments, choose=choose).model, relax=True)
-    return result.bound * cost_unit(problem) / (1 + 2 * EPS)
+    return proven_seconds(problem, result.bound, choose=choose)
 
 
 @in_turn(seed=[*range(2, 4), *map(long, [0, 1, *range(4, 40)])])
@@ -135,6 +136,17 @@ def test_a_send_that_holds_up_another_one_begins_after_it() -> None:
     assert sends == [4, 3]
     assert placed.steps[-6:] == (Wait(4), Free(4), Run(2), Free(0), Wait(3), Free(3))
     assert timing(placed, problem).seconds == 11.0  # 3 until op 1 has run, 4 for w1, and 4 for w0, beside op 2
+
+
+def test_what_is_kept_is_what_the_bound_would_keep() -> None:
+    """Op 0 waits a second for its parameter, the last op three for what it sends: the first of these can be saved."""
+    chosen, bound = keep_homes(Task(HOMES, 24))
+    assert (chosen.kept, chosen.homes) == ({6}, HOMES.homes)
+    assert STEP.keep_all_cost + 2 <= bound <= solve(chosen, 24, time_limit=2).cost < solve(HOMES, 24, time_limit=2).cost
+    assert keep_homes(Task(HOMES, 24, Clock(0.0)))[0].kept == set()
+    # No room for a copy in the beginning, and in the end.
+    full = HOMES.with_host(Host(24, send=4.0, fetch=4.0))
+    assert keep_homes(Task(full, 7))[0].kept == set()
 
 
 def test_the_smallest_budget_has_a_plan() -> None:
