@@ -23,6 +23,7 @@ import torch.fx as fx
 from checkmate.capture import random_draws as randomness
 from checkmate.capture.inplace.aliasing import position_of
 from checkmate.capture.joint import Joint
+from checkmate.capture.nodes import storage
 from checkmate.capture.rewrite import Unwritten
 from checkmate.capture.sharded import collectives
 from checkmate.codegen import transfers
@@ -73,8 +74,12 @@ def emit(
         homes: inputs that are at home there, and here from their fetch to their freeing only.
 
     Raises:
-        SolverError: if the plan reads what is not at hand, or writes over what it must not.
+        SolverError: if the plan reads what is not at hand, or writes over what it must not; or if the step writes to
+            what is at home otherwise than by an update.
     """
+    for v in homes:
+        if any(storage(node.meta["val"]) in joint.step.overwritten for node in joint.nodes_of_value[v]):
+            raise SolverError(f"{joint.graph.values[v].name} is at home in a second memory, and the step writes to it.")
     # Tell waits for fetches apart from waits for sends.
     steps: list[Step | Land] = []
     going: dict[int, Step] = {}
@@ -88,9 +93,7 @@ def emit(
     # Find what the forward saves for the backward.
     before, after = steps[: plan.boundary], steps[plan.boundary :]
     tangents = _placeholders(joint, aot._is_tangent, aot._is_bwd_seed_offset, aot._is_backward_state)
-    unchecked = {n for n in joint.step.placeholders if is_unchecked(n)}
-    unchecked -= {n for v in homes for n in joint.nodes_of_value[v]}
-    saved = sorted(_saved(joint, after, tangents, unchecked), key=unchecked.__contains__)  # these last, for AOTAutograd
+    saved = sorted(_saved(joint, after, tangents), key=is_unchecked)  # AOTAutograd wants the unchecked last
     numbers = [*joint.step.given_numbers]  # and numbers after them, the same of each plan
     # Write both, the forward first.
     kinds = (aot.SavedForBackwardsAOTOutput, aot.SavedForBackwardsNoVcCheckAOTOutput)
@@ -99,7 +102,7 @@ def emit(
     first = _Writer(joint, inputs, times, homes=homes)
     call = first.begin(begin, plan) if plan.moves or homes else None
     saved = saved if call is None else [call, *saved]
-    descs = [kinds[node in unchecked](i) for i, node in enumerate([*saved, *numbers])]
+    descs = [kinds[is_unchecked(node)](i) for i, node in enumerate([*saved, *numbers])]
     forward = first.write(before, [*joint.step.forward_outputs, *saved, *numbers], [*joint.step.forward_descs, *descs])
     second = _Writer(joint, [*numbers, *saved, *tangents], times, call, homes)
     backward = second.write(after, joint.step.backward_outputs, joint.step.backward_descs)
@@ -136,9 +139,7 @@ def is_unchecked(node: fx.Node) -> bool:
     return bool(node.meta.get("saved_tensor_with_no_vc_check", False))
 
 
-def _saved(
-    joint: Joint, steps: Iterable[Step | Land], tangents: Iterable[fx.Node], unchecked: Iterable[fx.Node]
-) -> list[fx.Node]:
+def _saved(joint: Joint, steps: Iterable[Step | Land], tangents: Iterable[fx.Node]) -> list[fx.Node]:
     """The saved tensors: values that the backward reads and neither makes nor fetches, and unchecked inputs."""
     made = {*tangents, *joint.step.given_numbers}
     saved: dict[fx.Node, None] = {}
@@ -157,7 +158,7 @@ def _saved(
             made.update(joint.nodes_of_value[step.value])
     read(n for n in joint.step.backward_outputs if isinstance(n, fx.Node))
     # AOTAutograd counts unchecked inputs once: each plan saves all, as another may take over. They take no memory.
-    saved.update(dict.fromkeys(n for n in joint.step.placeholders if n in unchecked and n not in made))
+    saved.update(dict.fromkeys(n for n in joint.step.placeholders if is_unchecked(n) and n not in made))
     return list(saved)
 
 

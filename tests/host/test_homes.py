@@ -272,22 +272,31 @@ def test_a_folder_whose_files_cannot_be_mapped(tmp_path: Path, monkeypatch: pyte
 
 def filled(nbytes: int, folder: Path) -> Tensor:
     (storage,) = map_storages([nbytes], folder)
-    return torch.empty(0, dtype=torch.uint8).set_(storage).copy_(torch.randint(0, 256, (nbytes,), dtype=torch.uint8))
+    tensor = torch.empty(0, dtype=torch.uint8).set_(storage)
+    assert not tensor.any()
+    return tensor.copy_(torch.randint(0, 256, (nbytes,), dtype=torch.uint8))
 
 
-@pytest.fixture(params=["direct", "stale", "cached"])
+@pytest.fixture(params=["direct", "stale", "unseen", "cached"])
 def folder(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder; one where reads past the page cache do not see what is written to a mapping; one without such."""
+    """A folder; two where what goes past the page cache and a mapping are not the same; one without such a way."""
+
+    def is_direct(fd: int) -> bool:
+        return bool(fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT)
+
     if request.param == "stale":
         read = os.preadv
 
         def stale(fd: int, pieces: list[Any], at: int) -> int:
             count = read(fd, pieces, at)
-            if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT:
+            if is_direct(fd):
                 memoryview(pieces[0]).cast("B")[:4] = b"old."
             return count
 
         monkeypatch.setattr(os, "preadv", stale)
+    if request.param == "unseen":
+        write = os.pwrite
+        monkeypatch.setattr(os, "pwrite", lambda fd, piece, at: len(piece) if is_direct(fd) else write(fd, piece, at))
     if request.param == "cached":
         monkeypatch.setattr("checkmate.host.files.ALIGNMENTS", ())
     return tmp_path
