@@ -16,7 +16,7 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import NamedTuple
 
@@ -186,7 +186,7 @@ class SecondMemory:
             links = known_links(self.where, self.device, cache=self._cache)
         rest = sum(value.size_bytes % BLOCK != 0 for value in graph.values if value.producer is not None)
         room = max(0, self.budget - rest * BLOCK)
-        return Host(room, links.send, links.fetch, one_link=links.shared, latency=links.latency)
+        return replace(links, budget=room)
 
     def begin(self, capacity: int) -> torch.Tensor:
         """Begin a call with a capacity in bytes, or raise a `HostError`; give the tensor that identifies it."""

@@ -5,7 +5,7 @@ either, `drop` lets the copy there go. `measure` says how fast they are. `home_o
 good, and `checkmate.host.homes` puts a model's tensors into a file for that.
 """
 
-from checkmate.host.opening import Links, known_links, measure, open_store
+from checkmate.host.opening import known_links, measure, open_store
 from checkmate.host.store import BLOCK, HOMES, Home, Store, home_of, rounded
 
-__all__ = ["BLOCK", "HOMES", "Home", "Links", "Store", "home_of", "known_links", "measure", "open_store", "rounded"]
+__all__ = ["BLOCK", "HOMES", "Home", "Store", "home_of", "known_links", "measure", "open_store", "rounded"]

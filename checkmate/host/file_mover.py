@@ -60,10 +60,6 @@ class FileMover:
             lane.thread.shutdown()
         self._file.close()
 
-    def abandon(self) -> None:
-        """Close the file; a forked child has no threads to end."""
-        self._file.close()
-
     def _begin(self, lane: _Lane, value: Value, address: int) -> Wait:
         self._begun = [future for future in self._begun if not future.done()]
         file = value.home.memory if value.home else self._file

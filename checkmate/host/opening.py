@@ -7,7 +7,6 @@ next start are the same then. There is one record for each place, that is the ma
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import platform
@@ -15,10 +14,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 import torch
 
@@ -30,11 +28,11 @@ from checkmate.host.store import BLOCK, Store, rounded
 
 log = logging.getLogger("checkmate.host")
 
-TABLE = "links_1"  # on disk
+TABLE = "links_2"  # on disk
 ROUNDS = 3  # per measurement; the median counts
 BLOCKS = (1 << 20, 16 << 20)  # bytes, where none are given
 LEAST = 1e-9  # seconds: below it no clock measures
-_measured: dict[str, Links] = {}  # in this process, by place
+_measured: dict[str, Host] = {}  # in this process, by place
 
 
 def open_store(where: str, capacity: int, device: torch.device) -> Store:
@@ -77,23 +75,15 @@ def open_store(where: str, capacity: int, device: torch.device) -> Store:
     return Store(PinnedMover(device, rounded(capacity)), capacity)
 
 
-@dataclass(frozen=True)
-class Links:
-    """The links to a second memory."""
+def measure(store: Store, device: torch.device, sizes: Sequence[int] = BLOCKS) -> Host:
+    """Measure the links of an empty store with two blocks of each size; sizes that do not fit are skipped.
 
-    send: float  # bytes per second, out
-    fetch: float  # bytes per second, back
-    shared: bool  # both directions at once take closer to the sum of their times than to the longer
-    latency: float  # seconds from the begin of the smallest copy to its end
-
-
-def measure(store: Store, device: torch.device, sizes: Sequence[int] = BLOCKS) -> Links:
-    """Measure an empty store with two blocks of each size; sizes that do not fit are skipped.
-
-    The blocks are allocated on the device meanwhile, and freed again.
+    The blocks are allocated on the device meanwhile, and freed again. The links count as one if both directions at once
+    take closer to the sum of their times than to the longer.
 
     Raises:
         HostError: if a copy fails.
+        InvalidProblem: if no size fits.
 
     >>> store = open_store("file:", 4 << 20, torch.device("cpu"))
     >>> measure(store, torch.device("cpu"), [1 << 20]).send > 0
@@ -105,12 +95,8 @@ def measure(store: Store, device: torch.device, sizes: Sequence[int] = BLOCKS) -
     longer = sum(max(took[:2]) for took in times)
     latency = _times(store, device, BLOCK)[0] if store.capacity >= 2 * BLOCK else 0.0
     total = sum(fitting)
-    return Links(
-        send=total / max(send, LEAST),
-        fetch=total / max(fetch, LEAST),
-        shared=both > (longer + send + fetch) / 2,
-        latency=latency,
-    )
+    is_one = both > (longer + send + fetch) / 2
+    return Host(0, total / max(send, LEAST), total / max(fetch, LEAST), is_one, latency)
 
 
 def _times(store: Store, device: torch.device, size: int) -> tuple[float, float, float]:
@@ -149,7 +135,7 @@ def _synchronize(device: torch.device) -> None:
         torch.accelerator.synchronize(device)
 
 
-def known_links(where: str, device: torch.device, *, cache: bool = True) -> Links:
+def known_links(where: str, device: torch.device, *, cache: bool = True) -> Host:
     """The links of a second memory, as `open_store` names it; with ``cache``, read from disk and kept there.
 
     Raises:
@@ -167,23 +153,16 @@ def known_links(where: str, device: torch.device, *, cache: bool = True) -> Link
     there = f"{kind}:{os.path.realpath(folder or tempfile.gettempdir())}" if colon else where
     place = f"{there} beside {device.type} {kind_of(device).name(device)} of {platform.node()}"
     if place not in _measured:
-        links = None
-        # Take the record on disk, where it is valid; else measure, and keep that.
-        if cache:
-            try:
-                with rows(TABLE) as kept:
-                    found = kept.get([place])
-                links = _links(found[place]) if found else None
-            except (OSError, TypeError, InvalidProblem) as error:
-                log.warning("The links to a second memory are measured anew: %s", error)
+        # Take the record on disk, where it is valid; else measure, and take the first record of those who did.
+        links = _on_record(place) if cache else None
         if links is None:
             links = _measure(where, device)
-            links = _first_of(place, links) if cache else links
+            links = (_on_record(place, links) or links) if cache else links
         _measured[place] = links
     return _measured[place]
 
 
-def _measure(where: str, device: torch.device) -> Links:
+def _measure(where: str, device: torch.device) -> Host:
     try:
         store = open_store(where, 2 * rounded(max(BLOCKS)), device)
     except HostError:  # a small one, for a small host_budget
@@ -196,19 +175,17 @@ def _measure(where: str, device: torch.device) -> Links:
     return links
 
 
-def _links(kept: dict[str, Any]) -> Links:
-    links = Links(**kept)
-    Host(0, links.send, links.fetch, links.shared, links.latency)  # raises for what are no links
-    return links
-
-
-def _first_of(place: str, links: Links) -> Links:
-    """The links kept by the first process that measured; a warning says if nothing can be kept."""
+def _on_record(place: str, measured: Host | None = None) -> Host | None:
+    """The links on record; where there are none, those that were measured, which are recorded."""
     try:
-        with rows(TABLE, write=True) as kept:
-            with contextlib.suppress(KeyError, TypeError, InvalidProblem):
-                return _links(kept.get([place])[place])
-            kept.put({place: asdict(links)})
+        with rows(TABLE, write=measured is not None) as kept:
+            for document in kept.get([place]).values():
+                try:
+                    return Host(**document)
+                except (TypeError, InvalidProblem) as error:
+                    log.warning("The links to a second memory are measured anew: %s", error)
+            if measured is not None:
+                kept.put({place: asdict(measured)})
     except OSError as error:
-        log.warning("What was measured of a second memory is not kept for the next time: %s", error)
-    return links
+        log.warning("The links to a second memory cannot be read or kept for the next time: %s", error)
+    return measured

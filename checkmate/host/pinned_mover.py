@@ -49,9 +49,6 @@ class PinnedMover:
             kind_of(self._device).unpin(self._pinned)
         self._pinned = torch.empty(0, dtype=torch.uint8)
 
-    def abandon(self) -> None:
-        """Do nothing: accelerators do not work in a forked child."""
-
     def _copy(self, stream: torch.Stream, storage: torch.UntypedStorage, value: Value, *, out: bool) -> Wait:
         """Copy each piece after all earlier work of the compute stream."""
         here = torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage, 0, (value.nbytes,), (1,))

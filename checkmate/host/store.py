@@ -103,9 +103,6 @@ class Mover(Protocol):
     def close(self) -> None:
         """Free threads and memory, after `finish`."""
 
-    def abandon(self) -> None:
-        """Release what a forked child has of it."""
-
 
 class Store:
     """A second memory for the values of a step.
@@ -266,8 +263,7 @@ class Store:
 
 def _shut(mover: Mover, values: dict[int, Value], process: int) -> None:
     """Clean up a store that is closed, deleted, or alive at the interpreter's exit."""
-    if os.getpid() != process:
-        mover.abandon()
+    if os.getpid() != process:  # a forked child has no threads to end, and its file is closed with the mover
         return
     if error := _end(mover, values):
         log.error("%s", error)

@@ -250,6 +250,11 @@ except Exception as error:
 else:
     assert child and os.waitpid(child, 0)[1] == 0
     store.wait(0)
+if child == 0:
+    file = f"/proc/self/fd/{store._mover._file.fd}"
+    assert os.path.lexists(file)
+    del store
+    assert not os.path.lexists(file)
 """
 ENDINGS = f"""
 import os, sys, torch

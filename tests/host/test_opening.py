@@ -14,8 +14,9 @@ import torch
 
 from checkmate.core import files
 from checkmate.core.files import rows
-from checkmate.errors import HostError
-from checkmate.host import BLOCK, Links, known_links, measure, open_store, opening
+from checkmate.core.host import Host
+from checkmate.errors import HostError, InvalidProblem
+from checkmate.host import BLOCK, known_links, measure, open_store, opening
 from checkmate.host.store import Store, Value, Wait
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
@@ -57,7 +58,7 @@ class Timed:
     """A mover whose copies take seconds of a clock of its own: so many bytes per second each way."""
 
     name = "the test's memory"
-    finish = close = abandon = lambda self: None
+    finish = close = lambda self: None
 
     def __init__(self, send: float, fetch: float, shared: bool) -> None:
         self.now, self.speeds, self.shared = 0.0, (send, fetch), shared
@@ -84,9 +85,11 @@ def test_speeds_and_whether_a_link_is_shared(shared: bool, monkeypatch: pytest.M
     monkeypatch.setattr(time, "perf_counter", lambda: mover.now)
     store = Store(mover, 8 * MIB)
     links = measure(store, CPU, [MIB, 2 * MIB, 100 * MIB, 0])
-    assert links == Links(pytest.approx(2e9), pytest.approx(3e9), shared, pytest.approx(BLOCK / 2e9))
+    assert (links.send, links.fetch, links.latency) == pytest.approx((2e9, 3e9, BLOCK / 2e9))
+    assert (links.budget, links.one_link) == (0, shared)
     assert store.bytes_there == 0
-    assert measure(Store(mover, 0), CPU) == Links(0.0, 0.0, False, 0.0)  # without room
+    with pytest.raises(InvalidProblem, match="send is a positive"):  # without room
+        measure(Store(mover, 0), CPU)
 
 
 @pytest.fixture
@@ -96,13 +99,13 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def _forget(monkeypatch: pytest.MonkeyPatch, links: Links | None = None) -> list[str]:
+def _forget(monkeypatch: pytest.MonkeyPatch, links: Host | None = None) -> list[str]:
     """As another process, which would measure other links; what is measured."""
     measured: list[str] = []
 
-    def measure(where: str, device: torch.device) -> Links:
+    def measure(where: str, device: torch.device) -> Host:
         measured.append(where)
-        return links or Links(1e9, 2e9, shared=False, latency=0.0)
+        return links or Host(0, 1e9, 2e9)
 
     monkeypatch.setattr(opening, "_measured", {})
     monkeypatch.setattr(opening, "_measure", measure)
@@ -134,7 +137,7 @@ def test_a_damaged_record_is_measured_anew_with_a_warning(
     with rows(opening.TABLE, write=True) as kept:
         ((place, document),) = kept.beginning("").items()
         kept.put({place: document | wrong})
-    other = Links(3e9, 4e9, shared=True, latency=1e-3)
+    other = Host(0, 3e9, 4e9, one_link=True, latency=1e-3)
     _forget(monkeypatch, other)
     assert known_links("file:", CPU) == other
     assert "measured anew" in caplog.text
