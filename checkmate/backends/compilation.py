@@ -60,6 +60,7 @@ from checkmate.core.problem import Problem
 from checkmate.core.solution import Solution
 from checkmate.devices import kind_of
 from checkmate.errors import BudgetError, InfeasibleBudget
+from checkmate.host import home_of
 from checkmate.memory.arena import PHASES, Arena, Phase
 from checkmate.memory.available import available
 from checkmate.profiling.data_sheets import Device
@@ -344,10 +345,9 @@ class _Compilation:
         second_memory = None if backend.second_memories is None else backend.second_memories.on(device)
         name = step_problem.step_name(self.call.reach, () if updates is None else updates.optimizers)
         source, is_tried = backend.profile, fakes or backend.measures
-        known_inputs, is_whole = self.known, updates is not None
-
-        def homes(joint: Joint) -> frozenset[int]:
-            return step_problem.homes_of(joint, known_inputs) if is_whole else frozenset()
+        given = enumerate(self.known if updates is not None else ())
+        in_files = {i for i, tensor in given if isinstance(tensor, torch.Tensor) and home_of(tensor) is not None}
+        homes = partial(step_problem.homes_of, in_files=in_files)
 
         # Its problem.
         def pose(joint: Joint, in_all: Callable[[int], int] = here) -> Problem:
@@ -356,7 +356,7 @@ class _Compilation:
             read = problem.resident - problem.graph.state_bytes  # states count as made
             profile = replace(problem.profile, resident_bytes=in_all(read), state_bytes=made)
             problem = replace(problem, profile=profile, name=name)
-            return problem.with_homes(at_home) if (at_home := step_problem.homes_in(problem)) else problem
+            return problem if updates is None else step_problem.with_homes(problem, updates)
 
         def split(
             problem: Problem,

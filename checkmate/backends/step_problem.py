@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -15,7 +15,7 @@ from checkmate.capture.device import as_allocated, main_device
 from checkmate.capture.fusion.kernels import Kernel
 from checkmate.capture.guards import DataGuards
 from checkmate.capture.joint import NUMBERS, Joint
-from checkmate.capture.nodes import input_position, storage
+from checkmate.capture.nodes import Held, input_position, storage
 from checkmate.capture.sharded.shards import local
 from checkmate.codegen.emit import Begin, Modules, emit
 from checkmate.codegen.second_memory import SecondMemory
@@ -24,7 +24,7 @@ from checkmate.core.graph import Op
 from checkmate.core.plan import Plan
 from checkmate.core.problem import Problem
 from checkmate.core.solution import Solution
-from checkmate.errors import Unsupported
+from checkmate.errors import HostError, Unsupported
 from checkmate.host import home_of
 from checkmate.host.homes import LEAST
 from checkmate.memory import aside, measure_peak
@@ -34,7 +34,8 @@ from checkmate.profiling.source import Source, profile_of
 from checkmate.profiling.trial import tried_here
 from checkmate.solvers.search.late_gradients import late_results
 from checkmate.solvers.search.min_budget import ops_above
-from checkmate.units import format_bytes
+from checkmate.units import exact_bytes, format_bytes
+from checkmate.updates.updates import Updates
 
 SECONDS_OF_FLOOR = 1.0  # to look for the smallest budget of a step with fewer kernels
 
@@ -91,26 +92,56 @@ def kernels_above(problem: Problem, budget: int) -> list[str]:
     return [key for key, _ in held.most_common(1)]
 
 
-def homes_of(joint: Joint, given: Sequence[Any]) -> frozenset[int]:
-    """The inputs that are in a file, and the states and sums of such parameters that are as large.
+def is_at_home(held: Held) -> bool:
+    """Tell whether a state or a sum is at home where its parameter is: in a file, if it is large enough for that."""
+    return held.nbytes >= LEAST and home_of(held.parameter) is not None
 
-    ``given``: the step's inputs, in the order of what was traced.
+
+def homes_of(joint: Joint, in_files: Collection[int]) -> frozenset[int]:
+    """The inputs that are in a file, by their positions in what was traced, and states and sums at home."""
+    inputs = {v for v, value in enumerate(joint.graph.values) if value.producer is None} - {*joint.graph.outputs}
+    held = {v for v, held in joint.held.items() if is_at_home(held)}
+    return frozenset(
+        v
+        for v in inputs - joint.held.keys()
+        if any(input_position(node) in in_files for node in joint.nodes_of_value[v])
+    ).union(inputs & held)
+
+
+def with_homes(problem: Problem, updates: Updates) -> Problem:
+    """The problem with its homes in the second memory, which other calls share with it.
+
+    Raises:
+        Unsupported: with averaged parameters, or ranks that train together.
+        HostError: if the second memory is too small.
     """
-    homes = []
-    for v, value in enumerate(joint.graph.values):
-        held, nodes = joint.held.get(v), joint.nodes_of_value[v]
-        if value.producer is not None or v in joint.graph.outputs or (held is not None and held.nbytes < LEAST):
-            continue
-        positions = [] if held is not None else [input_position(node) for node in nodes]
-        at = held.parameter if held is not None else next((given[i] for i in positions if i is not None), None)
-        if isinstance(at, torch.Tensor) and home_of(at) is not None:
-            homes.append(v)
-    return frozenset(homes)
-
-
-def homes_in(problem: Problem) -> frozenset[int]:
-    """The values of a step that its code takes for those at home in the second memory."""
-    return problem.codegen.homes if isinstance(problem.codegen, Codegen) else frozenset()
+    codegen, host = problem.codegen, problem.host
+    if not isinstance(codegen, Codegen) or host is None or not codegen.homes:
+        return problem
+    for option, wanted in (("ema=", updates.average), ("ranks that train together", updates.exchange)):
+        if wanted is not None:
+            raise Unsupported(f"Parameters that are in a file are not planned with {option}: keep them in memory.")
+    # States and sums that this graph does not reach are there too.
+    values, joint = problem.graph.values, codegen.joint
+    here = sum(values[v].size_bytes for v in codegen.homes if v in joint.held)
+    others = sum(held.nbytes for held in updates.held if is_at_home(held)) - here
+    sizes = Counter[str]()
+    for v in codegen.homes:
+        what = "parameters" if v not in joint.held else "sums" if joint.held[v].name == "grad" else "states"
+        sizes[what] += values[v].size_bytes
+    sizes["states and sums of other calls"] += others
+    if sizes.total() > host.budget:
+        parts = ", ".join(f"{format_bytes(size)} of {what}" for what, size in sizes.items() if size)
+        raise HostError(
+            f"The second memory has room for {exact_bytes(host.budget)}, and {exact_bytes(sizes.total(), up=True)} are "
+            f"at home there: {parts}. Say host_budget={exact_bytes(sizes.total(), up=True)!r} at least, and more for "
+            "values to wait there."
+        )
+    if updates.sums is not None:
+        updates.sums.at_home.update(held.parameter for held in updates.sums.held if is_at_home(held))
+    profile = replace(problem.profile, resident_bytes=problem.resident - others)
+    host = replace(host, budget=host.budget - others)
+    return replace(problem, profile=profile, host=host).with_homes(codegen.homes)
 
 
 def problem_of(

@@ -32,7 +32,6 @@ from torch import nn, optim
 
 from checkmate.capture.nodes import Held
 from checkmate.errors import Unsupported
-from checkmate.host import home_of
 from checkmate.torch_internals import kernels
 from checkmate.torch_internals.kernels import _amp_foreach_non_finite_check_and_unscale_, _foreach_norm
 from checkmate.units import check_positive
@@ -48,6 +47,7 @@ class Sums:
     def __init__(self) -> None:
         self._strides: dict[torch.Tensor, tuple[int, ...]] = {}  # per parameter's sum
         self._rooms: dict[torch.Tensor, torch.Tensor] = {}  # not in use yet
+        self.at_home = set[torch.Tensor]()  # parameters whose sums are at home in the second memory
 
     def expect(self, parameter: torch.Tensor, strides: Sequence[int]) -> None:
         """Expect that a step adds to this parameter's gradient, which autograd stores with these strides."""
@@ -58,7 +58,7 @@ class Sums:
         """Bytes of all sums."""
         return sum(p.numel() * p.element_size() for p in self._strides)
 
-    def held(self, parameter: torch.Tensor) -> Held:
+    def of(self, parameter: torch.Tensor) -> Held:
         """A parameter's sum, in whose place another tensor may be put."""
 
         def put(gradient: torch.Tensor) -> None:
@@ -66,10 +66,15 @@ class Sums:
 
         return Held("grad", parameter.nbytes, parameter, lambda: parameter.grad, put)
 
+    @property
+    def held(self) -> list[Held]:
+        """All sums."""
+        return [self.of(parameter) for parameter in self._strides]
+
     def make_rooms(self) -> None:
         """Allocate the missing sums, but those at home in the second memory, which are made there."""
         for parameter in self._strides:
-            if parameter.grad is None and parameter not in self._rooms and home_of(parameter) is None:
+            if parameter.grad is None and parameter not in {*self._rooms, *self.at_home}:
                 self._rooms[parameter] = self.room(parameter, parameter.device)
 
     def add(self, parameter: torch.Tensor, gradient: torch.Tensor) -> None:

@@ -76,7 +76,7 @@ def add(updates: Updates, of: Update, *, exchanges: bool = False) -> PlannedOp:
     name, does, moved = "add_gradient", "adds to the gradient of {}", of.parameter.nbytes
     if exchanges:
         name, does, moved = "add_and_exchange_gradient", f"{does} and averages it over all ranks", 2 * moved
-    return PlannedOp(name, run, rehearsal, does, held=lambda: [sums.held(of.parameter)], stores=True, moved=moved)
+    return PlannedOp(name, run, rehearsal, does, held=lambda: [sums.of(of.parameter)], stores=True, moved=moved)
 
 
 def agree(updates: Updates, order: Sequence[torch.Tensor]) -> PlannedOp:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn, optim
 
+from checkmate.capture.nodes import Held
 from checkmate.updates.all_reduce import Exchange
 from checkmate.updates.averaging import Average
 from checkmate.updates.gradients import HELD_BYTES, Clipping, Scaling, Sums, largest_of, norm_of, order_of
@@ -66,6 +67,12 @@ class Updates:
         held += 0 if self.exchange is None else self.exchange.held_bytes
         held += 0 if self.clipping.most is None else NORM_BYTES
         return held + (0 if self.scaling is None else HELD_BYTES)
+
+    @property
+    def held(self) -> list[Held]:
+        """All states and sums, from the first step on."""
+        states = [u.held(name, size) for u in self.of_parameters().values() for name, size in u.states.items()]
+        return states if self.sums is None else [*states, *self.sums.held]
 
     def begin(self) -> None:
         """Prepare for an update, before its backward."""
