@@ -150,6 +150,7 @@ class TrainingStep(Planned):
         self._options = replace(options, verify=False)  # of its parts: here the whole step is verified
         self._accumulate, self._added = accumulate, 0  # calls of an update, and those that there were
         self._left: int | None = None  # versions of the gradients in ``.grad`` behind them; None: not known
+        self._torn = ""  # what an update that failed has updated, in words; empty: all of it or nothing
         self._running: dict[str, tuple[int, object]] = {}  # the call that goes on: its thread, and what tells it apart
         self._verify, self._wrapped = options.verify, wrapped_in(modules_within(loss_fn))
         self._second_memories, self._planner = options.second_memories, Planner(options)  # of both kinds of calls
@@ -159,9 +160,9 @@ class TrainingStep(Planned):
 
         def forget(optimizer: optim.Optimizer) -> None:
             if (step := this()) is not None:
-                step._left = None
+                step._left, step._torn = None if accumulate > 1 else step._left, ""
 
-        for optimizer in updates.optimizers if accumulate > 1 else ():
+        for optimizer in updates.optimizers:
             optimizer.register_load_state_dict_post_hook(forget)
 
     def _plan_anew(self) -> None:
@@ -206,7 +207,7 @@ class TrainingStep(Planned):
             )
         if count and not self._gradients():
             raise ValueError("No parameter has a gradient in .grad: put the saved gradients there before step.calls.")
-        self._added, self._left = count, self._versions_now()
+        self._added, self._left, self._torn = count, self._versions_now(), ""
 
     def _gradients(self) -> list[torch.Tensor]:
         return [p.grad for p in parameters_of(self._updates.optimizers) if p.grad is not None]
@@ -245,6 +246,12 @@ class TrainingStep(Planned):
         """Run the step: update parameters, or accumulate gradients, and give ``loss_fn``'s result, detached."""
         if not torch.is_grad_enabled():
             raise Unsupported("A training step needs gradients: call it outside of torch.no_grad().")
+        if self._torn:
+            raise Unsupported(
+                f"The last update failed when {self._torn} were updated; the others, but perhaps for the next one, are as "
+                "they were. Load the states of model and optimizer from before (load_state_dict); or go on as it is: "
+                "step.calls = 0."
+            )
         with self._alone():
             if self._verify:
                 self._verify = False
@@ -278,10 +285,14 @@ class TrainingStep(Planned):
                 updates.sums.make_rooms()
             if last:
                 updates.begin()
-            scaled.backward()
+            try:
+                scaled.backward()
+                if last:
+                    updates.finish()
+            except BaseException:
+                self._torn = updates.done if last else ""
+                raise
             self._added = 0 if last else self._added + 1
-            if last:
-                updates.finish()
             self._left = self._versions_now() if self._added else 0
             return (loss.detach(), *others) if isinstance(result, tuple) else loss.detach()
 

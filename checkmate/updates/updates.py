@@ -74,6 +74,12 @@ class Updates:
         states = [u.held(name, size) for u in self.of_parameters().values() for name, size in u.states.items()]
         return states if self.sums is None else [*states, *self.sums.held]
 
+    @property
+    def done(self) -> str:
+        """How many parameters the update that goes on has updated, in words; empty: none."""
+        of = len(parameters_of(self.optimizers))
+        return f"{len(self._updated)} of {of} parameters" if self._updated else ""
+
     def begin(self) -> None:
         """Prepare for an update, before its backward."""
         self._updated, self._exchanged = set(), set()
