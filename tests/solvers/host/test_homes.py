@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,6 +14,8 @@ from checkmate.core.plan import Fetch, Free, Run, Send, Wait
 from checkmate.core.schedule import Schedule
 from checkmate.core.simulator import check_plan
 from checkmate.core.timing import timing
+from checkmate.inspection.difference import diff
+from checkmate.inspection.peak import explain_peak
 from checkmate.solvers.catalogue import METHODS
 from checkmate.solvers.common.fetches import MustBeBack, place_transfers, plain_events, sendable, with_fetches
 from checkmate.solvers.common.incumbent import Clock, Task
@@ -23,6 +26,7 @@ from checkmate.solvers.linear.moments import build, proven_seconds
 from checkmate.solvers.solve import min_budget
 from tests.solvers.checks import check
 from tests.support.all_plans import cheapest_plan, random_problem_with_homes
+from tests.support.offers import plan
 from tests.support.sampling import in_turn, long, slow
 
 ONCE = 1 + 1e-6  # solvers round
@@ -119,9 +123,9 @@ def test_what_stands_for_homes_among_the_fetch_ops() -> None:
     events, boundary = plain_events(fetching, lowered(fetching.problem, runs))
     back = [event.value for event in events if isinstance(event, MustBeBack)]
     assert back == [4, 5, 4]
-    plan = place_transfers(problem, 12, events, boundary)
-    assert check_plan(plan, problem, 12) == []
-    assert plan.steps.count(Fetch(4)) == 2
+    placed = place_transfers(problem, 12, events, boundary)
+    assert check_plan(placed, problem, 12) == []
+    assert placed.steps.count(Fetch(4)) == 2
     assert 5 not in sendable(problem)
 
 
@@ -159,6 +163,24 @@ def test_a_known_plan_is_a_start() -> None:
     first = solve(HOMES, 20, time_limit=2)
     assert solve(HOMES, 20, start=first, time_limit=0.01).cost <= first.cost
     assert solve(HOMES, 20, start=Schedule.from_runs(HOMES.graph, np.eye(6, dtype=bool)), time_limit=1).plan is not None
+
+
+def test_a_plan_is_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CHECKMATE_CACHE_DIR", str(tmp_path))
+    first, again = (plan(HOMES, 24, seconds=1) for _ in range(2))
+    assert (again.plan, again.cost, again.origin) == (first.plan, first.cost, "plan cache")
+    kept = plan(HOMES.with_homes(HOMES.homes, [6]), 24, seconds=1)
+    assert (kept.origin, kept.cost < first.cost) != ("plan cache", False)
+
+
+def test_what_a_person_asks_of_such_a_plan() -> None:
+    kept = HOMES.with_homes(HOMES.homes, [6])
+    small, large = (solve(kept, budget, time_limit=1) for budget in (24, 32))
+    held = {row.name: row for row in explain_peak(small, prices=False).held}
+    assert (held["w0"].why_not, held["w0"].role) == ("at home in the second memory", "fetched")
+    assert held["w2"].why_not in ("on its way back", "at home in the second memory")
+    assert diff(large, small).b is small
+    assert "4 values, 24 B" in str(small)
 
 
 @pytest.mark.parametrize("method", [name for name, method in METHODS.items() if not method.homes])
