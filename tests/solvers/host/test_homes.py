@@ -58,11 +58,10 @@ def test_no_plan_is_below_the_bound_and_few_found_are_above_the_cheapest(first: 
             cheapest, _ = cheapest_plan(problem, budget)
             solution = solve(problem, budget, time_limit=1)
             assert solution.bound / ONCE <= cheapest <= solution.cost * ONCE, (seed, budget)
-            if cheapest < math.inf:
+            if solution.plan is not None:
                 check(solution)
+            if cheapest < math.inf:
                 above.append(solution.cost > cheapest * ONCE)
-            else:
-                assert solution.plan is None
     assert sum(above) <= 0.05 * len(above)
 
 
