@@ -113,11 +113,6 @@ def is_known(key: str) -> bool:
     return (key, None) in _kernels or key in _bound
 
 
-def is_open(key: str) -> bool:
-    """Tell whether its code is that of open sizes."""
-    return key in _bound
-
-
 def begin(groups: Iterable[tuple[Key, fx.GraphModule, Sequence[Tensor], int]]) -> None:
     """Begin to compile groups for a CPU in other processes, by Inductor's pool of these; `compiled` waits for them.
 
@@ -130,11 +125,12 @@ def begin(groups: Iterable[tuple[Key, fx.GraphModule, Sequence[Tensor], int]]) -
         for key, ops, like, threads in groups
         if not (key in _kernels or key in _begun or key[0] in _bound or _mark(folder, key).exists())
     }
-    if len(todo) <= FEW or processes <= 1:
+    process_pool = inductor.AsyncCompile.process_pool
+    if processes <= 1 or len(todo) <= (1 if process_pool.cache_info().currsize else FEW):
         return
     log.info("compiling %d kernels in %d processes", len(todo), processes)
     try:
-        pool = inductor.AsyncCompile.process_pool()
+        pool = process_pool()
         for key, (ops, like, threads) in todo.items():
             _begun[key] = pool.submit(_compile_elsewhere, folder, key, ops, like, threads)
     except (RuntimeError, OSError) as error:

@@ -18,7 +18,7 @@ import torch
 import torch.fx as fx
 from torch import Tensor, nn
 
-from checkmate.capture.fusion.compiling import Boxed, Key, compiled, compiler, is_known, is_open
+from checkmate.capture.fusion.compiling import Boxed, Key, compiled, compiler
 from checkmate.capture.fusion.members import (
     in_order,
     is_constant,
@@ -81,16 +81,6 @@ class Kernel:
     def key(self) -> str:
         """Text that is equal for kernels that compute the same, in every process."""
         return _digest(self.pattern, *map(str, self.numbers))
-
-    @property
-    def is_compiled(self) -> bool:
-        """Tell whether its code is known, for these sizes or for open ones."""
-        return is_known(self.key)
-
-    @property
-    def is_open(self) -> bool:
-        """Tell whether its code is that of open sizes."""
-        return is_open(self.key)
 
     @property
     def members(self) -> list[fx.Node]:

@@ -25,7 +25,7 @@ import torch
 import torch.fx as fx
 from torch import nn
 
-from checkmate.capture.fusion.compiling import Boxed, alone, bind, compiled_at_open_sizes
+from checkmate.capture.fusion.compiling import Boxed, alone, bind, compiled_at_open_sizes, is_known
 from checkmate.capture.fusion.kernels import Kernel
 from checkmate.torch_internals.descriptions import ConstantSource, DimDynamic, FakeTensorMode, ShapeEnv
 from checkmate.torch_internals.dispatcher import outside_tracing
@@ -166,7 +166,7 @@ def may_run(kernel: Kernel, sizes: Sizes, *, anew: bool) -> bool:
     Raises:
         RuntimeError: if it cannot be compiled.
     """
-    if kernel.is_compiled:
+    if is_known(kernel.key):
         return True
     candidates, met = _open.setdefault(kernel.pattern, []), _met.setdefault(kernel.pattern, {})
     known = next((one for one in candidates if one.is_of(kernel, sizes)), None)

@@ -35,7 +35,7 @@ def fuse(
         module: the joint graph, at fixed sizes.
         step_of: reads it.
         is_good: tells whether a call of a kernel runs, and gives the bits that it is to give; else its ops stay.
-        ahead: is told of the kernels first.
+        ahead: is told of the kernels of each round before they are tried.
         reductions: whether they are of groups, too.
         alone: storages of results whose ops stay, such as tagged ones.
         op_by_op: keys of kernels whose ops stay.
@@ -67,14 +67,11 @@ def fuse(
     _, backward = split_forward_backward(step_of(module))
     of_backward = once("backward", lambda: cut(convex(sorted(backward), joins), most, behind_large=False))
     of_forward = once("forward", lambda: cut(of_forward, most, behind_large=True))
-    kernels = [kernel_of(members)[0] for members in (*of_backward, *of_forward)]
-    ahead([kernel for kernel in kernels if kernel.key not in op_by_op])
     # Put their kernels in place; where one is not, the backward reads what the forward keeps.
-    for members in of_backward:
-        _replace(members, is_good, op_by_op)
+    ahead([kernel_of(members)[0] for members in (*of_backward, *of_forward)])
+    _replace(of_backward, is_good, ahead, op_by_op)
     drop(copies)
-    for members in of_forward:
-        _replace(members, is_good, op_by_op)
+    _replace(of_forward, is_good, ahead, op_by_op)
     _sort(graph)
     eliminate_dead_code(graph)
     graph.lint()
@@ -92,10 +89,24 @@ def _sort(graph: fx.Graph) -> None:
         last = node
 
 
-def _replace(members: list[fx.Node], is_good: Callable[[fx.Node], bool], op_by_op: Collection[str]) -> None:
-    """Put a call of a group's kernel behind its last member; if it is not good, the same for each half of the group."""
-    if len(members) < 2 or not read_from(members):
-        return
+def _replace(
+    groups: list[list[fx.Node]],
+    is_good: Callable[[fx.Node], bool],
+    ahead: Callable[[Sequence[Kernel]], None],
+    op_by_op: Collection[str],
+) -> None:
+    """Put calls of groups' kernels in place of their ops; where kernels are not good, the same of halves of the groups.
+
+    ``ahead`` is told of all halves before one of them is tried.
+    """
+    while groups := [members for members in groups if len(members) > 1 and read_from(members)]:
+        ahead([kernel_of(members)[0] for members in groups])
+        refused = [members for members in groups if not _put(members, is_good, op_by_op)]
+        groups = [half for members in refused for half in (members[: len(members) // 2], members[len(members) // 2 :])]
+
+
+def _put(members: list[fx.Node], is_good: Callable[[fx.Node], bool], op_by_op: Collection[str]) -> bool:
+    """Put a call of a group's kernel behind its last member, unless it runs op by op; tell whether it is good."""
     kernel, inputs, nodes, results = kernel_of(members)
     graph, last = members[-1].graph, members[-1]
     with graph.inserting_after(last):
@@ -105,10 +116,7 @@ def _replace(members: list[fx.Node], is_good: Callable[[fx.Node], bool], op_by_o
     is_kernel = bool(inputs) and is_good(call)  # one in the way has its trial, too: it may run at other sizes
     if not is_kernel or kernel.key in op_by_op:
         graph.erase_node(call)
-        middle = len(members) // 2
-        for half in () if is_kernel else (members[:middle], members[middle:]):
-            _replace(half, is_good, op_by_op)
-        return
+        return is_kernel
     at = call
     for i, result in enumerate(results):
         with graph.inserting_after(at):
@@ -118,3 +126,4 @@ def _replace(members: list[fx.Node], is_good: Callable[[fx.Node], bool], op_by_o
     for node in reversed(nodes):
         if not node.users:
             graph.erase_node(node)
+    return True

@@ -5,6 +5,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from concurrent.futures import Future
+from functools import cache
+from itertools import groupby
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -234,6 +238,51 @@ def test_kernels_are_compiled_side_by_side() -> None:
     results = [compiling.compiled(key, group, [x], 1, at) for (key, at), group in zip(keys, groups, strict=True)]
     assert [future.exception(timeout=0) for future in begun] == [None for _ in factors]
     assert_same_bits([run([x])[0] for run in results], [x * n for n in factors])
+
+
+def test_halves_of_refused_groups_are_compiled_side_by_side(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All halves of a round are sent to other processes before the first of them is tried."""
+    events = list[str]()
+
+    class Pool:
+        def submit(self, function: object, folder: str, key: compiling.Key, *args: object) -> Future[None]:
+            if key[1] is None:
+                events.append("sent")
+            done = Future[None]()
+            done.set_result(None)
+            return done
+
+    def compile_two_ops(key: compiling.Key, ops: fx.GraphModule, *args: object) -> compiling.Boxed:
+        if key[1] is None:
+            events.append("tried")
+        if len([node for node in ops.graph.nodes if node.op == "call_function"]) > 2:
+            raise RuntimeError("three ops")
+        run = compiling.alone(ops, key[1])
+        return lambda inputs: run(*inputs)
+
+    monkeypatch.setattr(compiling, "_kernels", {})
+    monkeypatch.setattr(trial, "_known", {})
+    monkeypatch.setattr(compiling, "_compile", compile_two_ops)
+    monkeypatch.setattr(compiling.inductor, "AsyncCompile", SimpleNamespace(process_pool=cache(Pool)))
+    monkeypatch.setattr(compiling.inductor, "get_compile_threads", lambda: 2)
+    monkeypatch.setattr(compiling.inductor, "cache_dir", lambda: str(tmp_path))
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        a = ((x @ x * 2 + x).sin() * x + 1).cos()
+        b = ((y @ y * 3 - y).cos() * y + 2).sin()
+        return (a @ a).sum() + (b @ b).sum()
+
+    x, y = (torch.randn(n, n, requires_grad=True) for n in (8, 9))
+    fused = _fused_ops(checkmate.trace(step, x, y, kernels="same-bits"))
+    # First the whole groups of both phases, then rounds of the backward, then those of the forward.
+    rounds = [(event, len([*group])) for event, group in groupby(events)]
+    halves = [(event, count) for count in (4, 8, 16, 7, 2, 4, 3) for event in ("sent", "tried")]
+    assert rounds == [("sent", 6), ("tried", 4), *halves]
+    names = (
+        "add_sin add_cos sub_cos add_sin mul_add cos_mul sub_cos mul sub_sin neg_mul add_mul "
+        "add add_mul sin_mul add_sin mul add_sin mul add_cos add_mul add"
+    )
+    assert [target.split(".")[1] for target in fused] == [f"fused_{name}" for name in names.split()]
 
 
 def test_what_another_process_cannot_compile_is_compiled_here(monkeypatch: pytest.MonkeyPatch) -> None:
