@@ -57,7 +57,7 @@ def on_device() -> Used:
 @pytest.mark.cuda
 @simulated
 @pytest.mark.parametrize("expandable", [False, True])
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(before=events, then=events)
 def test_each_event_leaves_the_bytes_of_the_simulated_device(
     device: torch.device, expandable: bool, before: Any, then: Any

@@ -84,7 +84,7 @@ def test_a_training_step_leaves_the_bits_of_plain_pytorch(dtype: torch.dtype | N
 
 @pytest.mark.slow
 def test_values_wait_in_pinned_memory_and_come_back_as_they_were() -> None:
-    net, x, step = chain(6, lambda: (nn.Linear(256, 256), nn.GELU()), 2048, 256)
+    net, x, step = chain(6, lambda: (nn.Linear(256, 256), nn.GELU()), 1024, 256)
     host: dict[str, Any] = {"host_budget": "100 MB", "host": "pinned"}
     alone, beside = least(step, x), least(step, x, **host)
     assert beside < alone
@@ -132,7 +132,7 @@ def test_a_step_on_another_device_than_the_current_one() -> None:
 @pytest.mark.parametrize("share", [0.0, long(0.5), long(1.0)])
 def test_a_budget_holds_what_is_asked_for_and_what_the_allocator_adds_is_told(share: float) -> None:
     """Weights of 1.54 MB and activations of 1.64 MB, of whose blocks the allocator keeps up to 1 MiB more."""
-    _, x, step = chain(8, lambda: (nn.Linear(600, 600), nn.GELU()), 640, 600)
+    _, x, step = chain(4, lambda: (nn.Linear(600, 600), nn.GELU()), 640, 600)
     budget = between(checkmate.trace(step, x), share, time_limit=SECONDS)
     try:
         report = checkmate.verify(step, x, budget=budget, time_limit=SECONDS)
@@ -288,7 +288,7 @@ def test_steps_on_two_streams_of_the_users() -> None:
 
 def test_without_a_budget_a_step_leaves_what_others_hold(monkeypatch: pytest.MonkeyPatch) -> None:
     """A device of 64 GB, most of it held elsewhere, or kept from PyTorch by a fraction for this process."""
-    _, x, step = chain(8, lambda: (nn.Linear(600, 600), nn.GELU()), 640, 600)
+    _, x, step = chain(6, lambda: (nn.Linear(600, 600), nn.GELU()), 640, 600)
     room = between(checkmate.trace(step, x), 0.5, time_limit=SECONDS)
     total = 64 * 10**9
     may_have = room + int(SHARE * total)  # with the margin
