@@ -8,9 +8,9 @@ import pytest
 import torch
 
 
-@pytest.fixture
-def forgotten(one_thread: None) -> Iterator[None]:
-    """On one thread; afterwards Dynamo knows nothing of what the test has compiled."""
+@pytest.fixture(scope="module")
+def forgotten() -> Iterator[None]:
+    """Forget captures at the end of a file only: after each reset the next capture takes half as long again."""
     yield
     torch._dynamo.reset()
 

@@ -16,7 +16,7 @@ from tests.support.bits import assert_same_bits
 from tests.support.plainly import assert_as_plain, assert_each_as_plain, assert_refused, compiled
 from tests.support.sampling import long, slow
 
-pytestmark = pytest.mark.usefixtures("forgotten")
+pytestmark = pytest.mark.usefixtures("forgotten", "one_thread")
 WEIGHT = torch.linspace(-1, 1, 16).view(4, 4).requires_grad_()
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tests.support.plainly import assert_as_plain, assert_refused, compiled
 
-pytestmark = pytest.mark.usefixtures("forgotten")
+pytestmark = pytest.mark.usefixtures("forgotten", "one_thread")
 collected: ContextVar[list[Tensor]] = ContextVar("collected")
 factor: ContextVar[float] = ContextVar("factor", default=1.0)
 weight = torch.linspace(1, 2, 3).requires_grad_()

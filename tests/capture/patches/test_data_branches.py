@@ -25,7 +25,7 @@ from tests.support.stepping import assert_same, train
 Step = Callable[..., Tensor]
 UP, DOWN = torch.linspace(0.5, 3, 8), torch.linspace(-3, -0.5, 8)
 weight = torch.linspace(1, 2, 8).requires_grad_()
-pytestmark = pytest.mark.usefixtures("forgotten")
+pytestmark = pytest.mark.usefixtures("forgotten", "one_thread")
 
 
 def _weighed(asking: Step) -> Step:

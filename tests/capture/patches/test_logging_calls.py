@@ -21,7 +21,7 @@ import checkmate
 from tests.support.bits import assert_same_bits
 from tests.support.plainly import assert_as_plain, assert_refused, compiled
 
-pytestmark = pytest.mark.usefixtures("forgotten")
+pytestmark = pytest.mark.usefixtures("forgotten", "one_thread")
 
 logger = logging.getLogger("tests.model")
 _SPEAKS = re.compile(r"^ +(logger\.(warn|info|log)|logging\.|print|warnings|    logger)")

@@ -19,7 +19,7 @@ import checkmate
 from tests.support.bits import assert_same_bits
 from tests.support.plainly import assert_refused, compiled, outcome
 
-pytestmark = pytest.mark.usefixtures("forgotten")
+pytestmark = pytest.mark.usefixtures("forgotten", "one_thread")
 WEIGHT = torch.linspace(-1, 1, 16).view(4, 4).requires_grad_()
 
 

@@ -15,7 +15,7 @@ from tests.support.bits import assert_same_bits
 from tests.support.plainly import assert_as_plain, assert_each_as_plain, assert_refused, compiled
 from tests.support.versions import needs
 
-pytestmark = pytest.mark.usefixtures("forgotten")
+pytestmark = pytest.mark.usefixtures("forgotten", "one_thread")
 NAMES = ("half", "bfloat16", "double", "bool", "byte", "char", "short", "int", "long")
 
 
