@@ -29,8 +29,8 @@ from tests.support.ranks import Net, batch, everywhere, local, play
 from tests.support.sampling import long
 from tests.support.stepping import train
 
-RANKS, WIDTH, SIZE = 2, 256, 1024
-BUDGET = 12_000_000
+RANKS, WIDTH, SIZE = 2, 256, 512
+BUDGET = 8_000_000
 _net = partial(Net, WIDTH, blocks=6)  # enough for several buckets of gradients, of which the first takes 1 MiB
 SECONDS = 0.3  # to plan
 
