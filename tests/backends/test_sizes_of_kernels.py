@@ -15,6 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import checkmate
 from benchmarks.networks.gpt2 import GPT2
 from checkmate.backends.compilation import Backend
+from checkmate.capture.fusion import kernels
 from checkmate.memory import measure_peak
 from checkmate.profiling import trial
 from tests.support.bits import assert_same_bits
@@ -67,6 +68,12 @@ def _llama() -> Made:
 
 def _tokens(length: int, batch: int = 4) -> Tensor:
     return torch.randint(50, (batch, length), generator=torch.Generator().manual_seed(length))
+
+
+@pytest.fixture(autouse=True)
+def _one_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give kernels one variant that writes over an argument, of two: each is compiled for a second."""
+    monkeypatch.setattr(kernels, "WAYS", 1)
 
 
 @pytest.fixture
