@@ -41,6 +41,7 @@ _libc.sync_file_range.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, 
 _libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
 
 
+@torch.inference_mode(False)  # in which tensors would be made without gradients
 def in_file(model: _Model, folder: str | os.PathLike[str]) -> _Model:
     """Map a model's parameters and buffers into a file, so that the model need not fit into memory.
 

@@ -15,6 +15,7 @@ import re
 import time
 import weakref
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -171,6 +172,16 @@ def test_a_model_on_meta_is_loaded_into_its_file(tmp_path: Path) -> None:
     for one in (model, plain):
         one(x).square().sum().backward()
     assert_same_bits(weight.grad, plain[0].weight.grad)
+
+
+@pytest.mark.parametrize("around", [torch.no_grad, torch.inference_mode, partial(torch.device, "meta")])
+def test_modes_around_the_call_change_nothing(around: Any, tmp_path: Path) -> None:
+    for model in (nn.Linear(WIDE, WIDE), _on_meta(lambda: nn.Linear(WIDE, WIDE))):
+        with around():
+            checkmate.in_file(model, tmp_path)
+        assert home_of(model.weight) is not None
+        model(torch.ones(1, WIDE)).sum().backward()
+        assert_same_bits(model.weight.grad, torch.ones(WIDE, WIDE))
 
 
 class Rotary(nn.Module):
