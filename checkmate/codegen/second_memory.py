@@ -60,6 +60,14 @@ class TensorLayout(NamedTuple):
         return torch.empty(0, dtype=self.dtype, device=self.device).set_(storage, self.offset, self.size, self.stride)
 
 
+class Adopted(NamedTuple):
+    """An input that is at home in the second memory."""
+
+    name: str
+    tensors: tuple[torch.Tensor, ...]  # in one storage
+    versions: tuple[int, ...]  # which autograd counts of each
+
+
 @dataclass(eq=False)
 class Call:
     """A call of a step, with its values in the second memory."""
@@ -76,7 +84,7 @@ class Call:
     bytes: dict[int, int] = field(default_factory=dict)
     kept: dict[int, tuple[torch.Tensor, ...]] = field(default_factory=dict)  # values without their own storage
     landing: dict[int, torch.UntypedStorage] = field(default_factory=dict)
-    homes: set[int] = field(default_factory=set)  # values with a home
+    homes: dict[int, Adopted] = field(default_factory=dict)
     overwritten: dict[int, torch.UntypedStorage] = field(default_factory=dict)  # of these, what is not sent there yet
     held: dict[int, tuple[Held, torch.UntypedStorage]] = field(default_factory=dict)  # of these by updates, and at home
     void: set[int] = field(default_factory=set)  # of these, those of which there is no tensor
@@ -87,10 +95,10 @@ class Call:
         self.host_bytes += nbytes
         self.host_peak = max(self.host_peak, self.host_bytes)
 
-    def adopt(self, v: int, home: Home) -> None:
+    def adopt(self, v: int, home: Home, adopted: Adopted) -> None:
         """Note a value with a home."""
         self.store.adopt(v, home)
-        self.homes.add(v)
+        self.homes[v] = adopted
         self.take(v, home.nbytes)
 
     def present(self, v: int, tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
@@ -244,7 +252,9 @@ class SecondMemory:
             if why == HAS_RUN:
                 self._calls += 1
                 self._last = (call.host_peak, call.sent, call.fetched, call.waited)
-        if failed is not None and call.homes:
+        has_homes = bool(call.homes)
+        call.homes.clear()
+        if failed is not None and has_homes:
             raise failed
 
 

@@ -18,10 +18,11 @@ from typing import Any
 
 import torch
 import torch.fx as fx
+from torch.autograd.graph import increment_version
 from torch.fx.node import has_side_effect
 
 from checkmate.capture.nodes import Held
-from checkmate.codegen.second_memory import HAS_RUN, Call, TensorLayout, call_of, running
+from checkmate.codegen.second_memory import HAS_RUN, Adopted, Call, TensorLayout, call_of, running
 from checkmate.core.graph import Graph
 from checkmate.core.plan import Drop, Plan, Send
 from checkmate.errors import HostError, Unsupported
@@ -68,6 +69,10 @@ def send(token: torch.Tensor, v: int, *tensors: torch.Tensor) -> torch.Tensor:
     call.overwritten.pop(v, None)
     if v not in call.homes:
         call.take(v, storage.nbytes())
+    else:
+        home = call.homes[v]
+        increment_version(home.tensors)  # as their memory changes beside PyTorch
+        call.homes[v] = home._replace(versions=tuple(t._version for t in home.tensors))
     if v not in call.layouts:
         call.layouts[v] = _layouts(tensors, tensors[0].device)
     return token
@@ -83,7 +88,7 @@ def adopt(token: torch.Tensor, v: int, name: str, *tensors: torch.Tensor) -> tor
             f"{name} is planned to be at home in the second memory, and is an ordinary tensor now. Call "
             "checkmate.in_file for its model again, as after load_state_dict(..., assign=True)."
         )
-    call.adopt(v, home)
+    call.adopt(v, home, Adopted(name, tensors, tuple(t._version for t in tensors)))
     call.layouts[v] = _layouts(tensors, call.home.device)
     return token
 
@@ -107,7 +112,7 @@ def adopt_held(token: torch.Tensor, held: Mapping[int, Held]) -> torch.Tensor:
             storages[v].copy_(tensor.untyped_storage())
         storage = storages[v] if tensor is None or v in storages else tensor.untyped_storage()
         call.held[v] = one, storage
-        call.adopt(v, HOMES[storage.data_ptr()])
+        call.adopt(v, HOMES[storage.data_ptr()], Adopted(one.name, (), ()))
         if tensor is None:
             call.void.add(v)
         else:
@@ -168,7 +173,12 @@ def land(token: torch.Tensor, v: int) -> torch.Tensor | tuple[torch.Tensor, ...]
     tensors = call.kept.get(v)
     if tensors is None:
         call.wait(v)
-        landing = call.landing.pop(v)
+        landing, home = call.landing.pop(v), call.homes.get(v)
+        if home is not None and home.versions != tuple(t._version for t in home.tensors):
+            raise Unsupported(
+                f"{home.name}, which the backward needs, was written to between the step and its backward. Call "
+                "backward() before it is written to, before optimizer.step() for example."
+            )
         tensors = tuple(layout.within(landing) for layout in call.layouts[v])
     if v in call.held:
         call.held[v][0].put(tensors[0])

@@ -32,7 +32,7 @@ from checkmate.core.plan import Fetch, Free, Plan, Run, Send, Step, Wait
 from checkmate.core.problem import Problem
 from checkmate.core.schedule import Schedule
 from checkmate.core.simulator import check_plan, lower, simulate
-from checkmate.errors import HostError, SolverError
+from checkmate.errors import HostError, SolverError, Unsupported
 from checkmate.host import home_of
 from checkmate.memory import measure_peak
 from tests.support.bits import assert_same_bits
@@ -139,6 +139,7 @@ class Twins:
         assert_same_bits((planned, self.model.state_dict()), (self.plain_step(), self.plain.state_dict()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_bits_and_bytes_are_those_of_the_plan(seed: int, tmp_path: Path) -> None:
     twins = Twins(tmp_path, seed)
@@ -236,6 +237,7 @@ def test_an_update_that_fails_leaves_each_tensor_whole(
     twins.assert_alike()
 
 
+@pytest.mark.slow
 def test_an_update_that_cannot_go_home_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both where its own copy fails, and where the step failed before and what was updated is sent behind it."""
     for broken in (None, KeyboardInterrupt()):
@@ -274,6 +276,7 @@ class Views(nn.Module):
         return F.dropout((x @ self.first).tanh() @ self.second, 0.1).sigmoid()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["whole", "compiled", "views"])
 def test_through_autograd(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps as a user runs them, whose plans have the large parameters at home: each takes a clean copy or two."""
@@ -321,3 +324,18 @@ def test_through_autograd(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert all(home_of(p) is not None for p in model.parameters() if p.ndim == 2)
     assert memory.use.calls == 3
     assert memory.use.fetched >= 3 << 20
+    # As plainly, a parameter that is written to has no backward of before: by a user, or by a step beside PyTorch.
+    if kind == "views":  # its copy that has landed in the forward serves the backward
+        return
+    results = [model(X).square().mean()] if kind == "whole" else [step(X), step(X)]
+    if kind == "whole":
+        whole(X)
+    else:
+        with torch.no_grad():
+            model[1][0].weight.add_(1)
+    for result in results:
+        with pytest.raises(
+            (RuntimeError, Unsupported), match=r"modified by an inplace|was written to between the step"
+        ):
+            result.backward()
+    assert memory.use.pending == 0
