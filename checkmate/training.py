@@ -248,9 +248,8 @@ class TrainingStep(Planned):
             raise Unsupported("A training step needs gradients: call it outside of torch.no_grad().")
         if self._torn:
             raise Unsupported(
-                f"The last update failed when {self._torn} were updated; the others, but perhaps for the next one, are as "
-                "they were. Load the states of model and optimizer from before (load_state_dict); or go on as it is: "
-                "step.calls = 0."
+                f"The last update failed when {self._torn} were updated; others, perhaps not the next, are as they "
+                "were. Load the states of model and optimizer from before (load_state_dict); or go on: step.calls = 0."
             )
         with self._alone():
             if self._verify:

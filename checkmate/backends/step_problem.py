@@ -15,7 +15,7 @@ from checkmate.capture.device import as_allocated, main_device
 from checkmate.capture.fusion.kernels import Kernel
 from checkmate.capture.guards import DataGuards
 from checkmate.capture.joint import NUMBERS, Joint
-from checkmate.capture.nodes import Held, input_position, storage
+from checkmate.capture.nodes import Held, input_position, storage, storages
 from checkmate.capture.sharded.shards import local
 from checkmate.codegen.emit import Begin, Modules, emit
 from checkmate.codegen.second_memory import SecondMemory
@@ -105,6 +105,7 @@ def homes_of(joint: Joint, in_files: Collection[int]) -> frozenset[int]:
         v
         for v in inputs - joint.held.keys()
         if any(input_position(node) in in_files for node in joint.nodes_of_value[v])
+        and joint.step.overwritten.keys().isdisjoint(storages(*joint.nodes_of_value[v]))  # by ops, and so in place
     ).union(inputs & held)
 
 

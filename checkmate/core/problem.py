@@ -394,8 +394,8 @@ class Problem:
         if resident < 0:
             more = exact_bytes(-resident)
             raise InvalidProblem(f"The homes take {more} more than what is resident, of which they are a part.")
-        moved = [*((v, 1) for v in self.homes), *((v, -1) for v in now)]
-        states = self.profile.state_bytes + sum(n * values[v].size_bytes for v, n in moved if values[v].role == "state")
+        moved = [(v, (v in self.homes) - (v in now)) for v, value in enumerate(values) if value.role == "state"]
+        states = self.profile.state_bytes + sum(times * values[v].size_bytes for v, times in moved)
         profile = replace(self.profile, resident_bytes=resident, state_bytes=max(0, states))
         return replace(self, profile=profile, homes=now, kept=kept, next_split=self._next_split(likewise))
 
