@@ -68,7 +68,8 @@ def home_of(tensor: torch.Tensor) -> Home | None:
     >>> home_of(torch.zeros(3)) is None
     True
     """
-    if tensor.device.type != "cpu" or tensor.layout is not torch.strided:
+    is_plain = type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__  # no `DTensor`, and has memory
+    if not is_plain or tensor.device.type != "cpu" or tensor.layout is not torch.strided:
         return None
     return HOMES.get(tensor.untyped_storage().data_ptr())
 

@@ -56,8 +56,8 @@ def test_an_update_that_does_otherwise_is_caught(
     """Off by little, in one parameter or in its state, or with more bytes."""
     really = Update.__call__
 
-    def off(self: Update, gradient: Tensor) -> None:
-        really(self, gradient)
+    def off(self: Update, gradient: Tensor, here: Tensor | None = None) -> None:
+        really(self, gradient, here)
         if self.parameter.shape == (32, 32):
             with torch.no_grad():
                 spoil(self.parameter, self.optimizer.state[self.parameter])
