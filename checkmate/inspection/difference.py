@@ -63,9 +63,7 @@ class Difference(Printed):
     values: tuple[ValueDifference, ...]  # most bytes first
     modules: tuple[ModuleDifference, ...]  # in the order of the graph
     kept_at: str  # when a value counts as kept, in words
-    sent: tuple[
-        ValueDifference, ...
-    ] = ()  # bytes that the second plan moves to or from the second memory, as for values
+    sent: tuple[ValueDifference, ...] = ()  # bytes that the second plan moves there or back, as for values
     top: int = 10  # how many ops and values are printed
 
     listed: ClassVar = "ops"  # for `records`
