@@ -421,6 +421,8 @@ def _fetches(problem: Problem, budget: int, plan: Outward) -> Plan:
         # It begins after the last step at which there is no room for it.
         full = np.flatnonzero(live[wanted:position] + size > budget)
         begin = wanted + int(full[-1]) + 1 if len(full) else wanted
+        # Frees take no time: it begins behind them.
+        begin = next((i for i in range(begin, position) if not isinstance(steps[i], Free)), position)
         live[begin:position] += size
         begins.setdefault(begin, []).insert(0, step)
     # The steps with each fetch at its new place.
