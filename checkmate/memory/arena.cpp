@@ -27,6 +27,7 @@ namespace {
 constexpr size_t kAlign = 64;    // as PyTorch's own
 constexpr size_t kTiny = 4096;   // what is smaller is left to malloc, and not noted
 constexpr size_t kHuge = 1 << 21;
+constexpr size_t kLarge = 1 << 25;  // what malloc gives back to the machine when it is freed (its largest threshold)
 constexpr size_t kWindow = 64;   // so many entries ahead an allocation is looked for in the plan
 constexpr size_t kLag = 32;      // entries that were passed over by so many others are not waited for
 constexpr int64_t kAlive = -1;
@@ -52,6 +53,7 @@ struct Note {  // in which record a block stands
 struct Mapping {
   uintptr_t base = 0, end = 0;
   size_t count = 0;      // blocks alive in it
+  bool planned = false;  // addresses are planned, so that every byte is used
   bool retired = false;  // nothing new is put there: pages without a block are unmapped at once
 };
 struct Block { uintptr_t end; Mapping* mapping; bool stays; Note note; };
@@ -93,14 +95,15 @@ void unmap(uintptr_t from, uintptr_t to) {
   if (from < to) munmap(reinterpret_cast<void*>(from), to - from);
 }
 
-// Unmap the pages that held nothing alive but a block at [from, to), which is gone. In a retired mapping every page that
-// is left holds something alive: what is around it may be anybody's by now.
-void unmap_around(const World& w, uintptr_t from, uintptr_t to) {
+// Give back the pages that held nothing alive but a block at [from, to), which is gone: unmapped in a retired mapping.
+// There every page that is left holds something alive: what is around it may be anybody's by now.
+void give_back_around(const World& w, const Mapping& m, uintptr_t from, uintptr_t to) {
   auto after = w.live.lower_bound(from);
   uintptr_t begin = page_floor(from), end = page_ceil(to);
   if (after != w.live.end()) end = std::min(end, page_floor(after->first));
   if (after != w.live.begin()) begin = std::max(begin, page_ceil(std::prev(after)->second.end));
-  unmap(begin, end);
+  if (m.retired) unmap(begin, end);
+  else if (begin < end) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_DONTNEED);
 }
 
 template <class F>
@@ -132,21 +135,22 @@ void retire(const World& w, Mapping*& m) {
   m = nullptr;
 }
 
-// A mapping of which a step will use every byte (`dense`) begins at a huge page, and has huge pages as far as it fills
-// them: fewer faults, and addresses that are looked up faster.
-Mapping* map_bytes(size_t bytes, bool dense) {
+// A mapping with planned addresses begins at a huge page, and has huge pages as far as it fills them: fewer faults, and
+// addresses that are looked up faster.
+Mapping* map_bytes(size_t bytes, bool planned) {
   bytes = page_ceil(bytes);
-  const size_t room = dense ? bytes + kHuge : bytes;
+  const size_t room = planned ? bytes + kHuge : bytes;
   void* p = mmap(nullptr, room, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (p == MAP_FAILED) return nullptr;
   const auto given = reinterpret_cast<uintptr_t>(p);
   auto* m = new Mapping;
-  m->base = dense ? round_up(given, kHuge) : given;
+  m->planned = planned;
+  m->base = planned ? round_up(given, kHuge) : given;
   m->end = m->base + bytes;
   unmap(given, m->base);
   unmap(m->end, given + room);
   const size_t whole = bytes / kHuge * kHuge;
-  if (dense && whole) madvise(reinterpret_cast<void*>(m->base), whole, MADV_HUGEPAGE);
+  if (planned && whole) madvise(reinterpret_cast<void*>(m->base), whole, MADV_HUGEPAGE);
   return m;
 }
 
@@ -174,9 +178,9 @@ void release(void* p) {
   block.note.died();
   Mapping* m = block.mapping;
   --m->count;
-  if (!m->retired) return;
-  unmap_around(w, address, block.end);
-  if (!m->count) delete m;
+  if (!m->retired && (m->planned || block.end - address < kLarge)) return;
+  give_back_around(w, *m, address, block.end);
+  if (m->retired && !m->count) delete m;
 }
 
 // The first of the smallest gaps that hold so many bytes.

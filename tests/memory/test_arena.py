@@ -308,6 +308,24 @@ def test_what_the_machine_gives_is_told() -> None:
     assert told.arena / 2 < told.resident < told.arena + os.sysconf("SC_PAGESIZE")
 
 
+def test_a_first_step_returns_large_pieces_to_the_machine_as_they_are_freed() -> None:
+    large = 48 << 20  # bytes; malloc would return a piece of these, too
+    arena, resident = Arena(static_memory.place_soon, 4 * large), []
+
+    def take(inputs: list[Any]) -> None:
+        for held in (1, 2):
+            tensors = [torch.full((large // 4,), 1.0) for _ in range(held)]
+            resident.append(arena.resident)
+            del tensors
+            resident.append(arena.resident)
+
+    for _ in range(2):
+        arena.within("forward", take)([])
+        arena.within("backward", lambda inputs: None)([])
+    assert resident[:4] == [large, 0, 2 * large, 0]
+    assert resident[4:] == [large, large, 2 * large, 2 * large]  # which has planned addresses
+
+
 def test_what_the_machine_gives_beside_the_arena_is_told_of_the_first_steps() -> None:
     arena, kept = Arena(static_memory.place_soon, 1 << 20), []
 
