@@ -76,6 +76,10 @@ from checkmate.updates.insert import Insert
 
 log = logging.getLogger("checkmate.backend")
 MEASURE = Measure()
+_ALL_HERE = (
+    "The model is in a file, and the step has no second memory: host='file:/the/folder' with host_budget= has parameters "
+    "and states in memory only while the step needs them."
+)
 
 
 def run_generated_code(module: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
@@ -378,7 +382,8 @@ class _Compilation:
             try:
                 return ask(problem) if replays is None else plan_in_blocks(ask, problem, replays)
             except InfeasibleBudget as error:
-                raise (error.saying(planner.source) if planner.source else error) from None
+                words = [planner.source, _ALL_HERE if in_files and second_memory is None else ""]
+                raise (error.saying(" ".join(filter(None, words))) if any(words) else error) from None
 
         # The modules of the plan, and of any that may take over. What goes on then holds no backend, which is gone as
         # soon as it is dropped.

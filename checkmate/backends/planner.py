@@ -251,6 +251,7 @@ class Planner:
             problem = with_rules(problem, {pattern: asks for pattern, asks in rules.items() if pattern not in absent})
             self._named |= named
             solve.refuse_unknown_rules(problem, self.options.method)
+        solve.check_homes(problem, self.options.method)
         # Refuse a reserve that leaves nothing.
         options, reserve = self.options, self.reserve + beside
         if self.total <= reserve:

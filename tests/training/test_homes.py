@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import errno
 import itertools
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ from checkmate.units import parse_bytes
 from checkmate.updates.gradients import HELD_BYTES
 from checkmate.updates.optimizers import Update
 from tests.support.bits import assert_same_bits
+from tests.support.processes import run_python
 from tests.support.sampling import long, slow
 from tests.support.whole_steps import TrainedWhole, assert_as_plain, itself, plain_step, training
 
@@ -153,27 +156,89 @@ def test_an_update_that_is_interrupted_is_told_and_a_checkpoint_heals_it(
     assert {*kinds} == {"new", "old"}
 
 
-def test_a_checkpoint_goes_on_elsewhere_with_the_same_bits(tmp_path: Path) -> None:
-    """Saved from a model in a file, loaded into another one there and into a plain one."""
+def test_a_disk_that_is_full_in_the_middle_of_an_update_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What may be new in part is said; a checkpoint that is loaded heals it."""
     model, optimizer, step = _in_file(tmp_path)
     batch = X, Y, torch.tensor(1.0)
     step(*batch)
-    torch.save((model.state_dict(), optimizer.state_dict(), torch.get_rng_state()), tmp_path / "saved.pt")
-    step(*batch)
-    another, of_another, step = _in_file(tmp_path)
+    _save(tmp_path, model, optimizer)
+    write, count = os.pwrite, itertools.count()
+
+    def full(*args: Any) -> int:
+        if next(count) >= 5:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", full)
+        with pytest.raises(checkmate.HostError, match=r"to the file .* failed: .*No space left .* load a checkpoint"):
+            step(*batch)
+    with pytest.raises(checkmate.Unsupported, match=r"update failed when [1-9]\d* of 12 parameters"):
+        step(*batch)
     plain = Net()
     of_plain = _optimizer(plain)
-    for other, its, run in ((another, of_another, step), (plain, of_plain, plain_step(plain, of_plain))):
-        state, of_optimizer, rng = torch.load(tmp_path / "saved.pt")
-        other.load_state_dict(state)
-        its.load_state_dict(of_optimizer)
-        torch.set_rng_state(rng)
+    for other, its, run in ((model, optimizer, step), (plain, of_plain, plain_step(plain, of_plain))):
+        _load(tmp_path, other, its)
         run(*batch)
-        assert_same_bits((other.state_dict(), its.state_dict()), (model.state_dict(), optimizer.state_dict()))
+    assert_same_bits((plain.state_dict(), of_plain.state_dict()), (model.state_dict(), optimizer.state_dict()))
+
+
+def test_a_checkpoint_goes_on_elsewhere_with_the_same_bits(tmp_path: Path) -> None:
+    """Saved from a model in a file, loaded into another one there, in another process, and into a plain one."""
+    model, optimizer, step = _in_file(tmp_path)
+    batch = X, Y, torch.tensor(1.0)
+    step(*batch)
+    _save(tmp_path, model, optimizer)
+    step(*batch)
+    run_python("-c", f"from tests.training import test_homes; test_homes._one_more_step({str(tmp_path)!r})")
+    plain = Net()
+    of_plain = _optimizer(plain)
+    _load(tmp_path, plain, of_plain)
+    plain_step(plain, of_plain)(*batch)
+    there = torch.load(tmp_path / "there.pt")
+    for after in (there, (plain.state_dict(), of_plain.state_dict())):
+        assert_same_bits(after, (model.state_dict(), optimizer.state_dict()))
+
+
+def _one_more_step(folder: str) -> None:
+    """Load what was saved into a model in a file, run a step, and save what that leaves."""
+    torch.set_num_threads(1)
+    model, optimizer, step = _in_file(Path(folder))
+    _load(Path(folder), model, optimizer)
+    step(X, Y, torch.tensor(1.0))
+    torch.save((model.state_dict(), optimizer.state_dict()), Path(folder, "there.pt"))
+
+
+def _save(folder: Path, model: nn.Module, optimizer: optim.Optimizer) -> None:
+    torch.save((model.state_dict(), optimizer.state_dict(), torch.get_rng_state()), folder / "saved.pt")
+
+
+def _load(folder: Path, model: nn.Module, optimizer: optim.Optimizer) -> None:
+    state, of_optimizer, rng = torch.load(folder / "saved.pt")
+    model.load_state_dict(state)
+    optimizer.load_state_dict(of_optimizer)
+    torch.set_rng_state(rng)
+
+
+def test_a_method_that_knows_of_no_homes_is_refused(tmp_path: Path) -> None:
+    model = checkmate.in_file(Net(), tmp_path)
+    there: dict[str, Any] = {"host": f"file:{tmp_path}", "host_budget": "100 MB", "method": "poet"}
+    step = checkmate.training_step(model, _optimizer(model), budget=BUDGET, **there)
+    with pytest.raises(checkmate.InvalidProblem, match="'poet' plans no step with values at home .* that do: auto"):
+        step(X, Y, torch.tensor(1.0))
 
 
 def test_a_second_memory_that_is_too_small_is_told_with_what_is_at_home(tmp_path: Path) -> None:
     model = checkmate.in_file(Net(), tmp_path)
     step = checkmate.training_step(model, _optimizer(model), budget=BUDGET, host=f"file:{tmp_path}", host_budget="5 MB")
     with pytest.raises(checkmate.HostError, match=r"there: .* of parameters, .* of states. Say host_budget="):
+        step(X, Y, torch.tensor(1.0))
+
+
+def test_a_model_in_a_file_without_a_second_memory_is_told_of_one(tmp_path: Path) -> None:
+    model = checkmate.in_file(Net(), tmp_path)
+    step = checkmate.training_step(model, _optimizer(model), budget=BUDGET)
+    with pytest.raises(checkmate.InfeasibleBudget, match=r"Smallest budget .* in a file, .* no second memory: host="):
         step(X, Y, torch.tensor(1.0))
