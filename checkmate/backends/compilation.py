@@ -77,8 +77,8 @@ from checkmate.updates.insert import Insert
 log = logging.getLogger("checkmate.backend")
 MEASURE = Measure()
 _ALL_HERE = (
-    "The model is in a file, and the step has no second memory: host='file:/the/folder' with host_budget= has parameters "
-    "and states in memory only while the step needs them."
+    "The model is in a file, and the step has no second memory: with host='file:/the/folder' and host_budget= its "
+    "parameters and states are in memory only while the step needs them."
 )
 
 

@@ -279,7 +279,7 @@ class Problem:
 
     @cached_property
     def begin_bytes(self) -> int:
-        """Bytes that are here before the first step of a plan: what is resident, and the copies that are kept."""
+        """Bytes here before the first step of a plan: resident values and kept copies."""
         return self.resident + sum(self.graph.values[v].size_bytes for v in self.kept)
 
     @cached_property

@@ -1,4 +1,4 @@
-"""Tensors that are at home in a file: their storages are mapped from it, and memory holds what is in use of them.
+"""Tensors at home in a file: their storages are mapped from it, and memory holds the pages in use.
 
 To PyTorch they are ordinary tensors on the CPU. A step finds by `checkmate.host.home_of` that a tensor has a home, and
 copies from there and to there past the page cache, by the same file (`checkmate.host.Store.adopt`).
@@ -157,7 +157,7 @@ def within(storage: torch.UntypedStorage, t: torch.Tensor) -> torch.Tensor:
 
 
 def map_storages(sizes: Sequence[int], folder: Path) -> list[torch.UntypedStorage]:
-    """Make storages of zeros, of so many bytes each; those of at least 1 MiB are at home in one file.
+    """Make storages of zeros, of these bytes each; those of at least 1 MiB are at home in one file.
 
     Raises:
         HostError: if there is no such folder, or not so much room there, or it cannot be mapped.
@@ -187,7 +187,7 @@ class _Mapped(Home):
     process: int
 
     def let_go(self) -> None:
-        """Write what is only in memory of it, and free its pages there.
+        """Write the pages that only memory has, and free them there.
 
         Raises:
             HostError: if they cannot be written, or the process was forked from that which has mapped it.
@@ -230,7 +230,7 @@ def _unmap(home: _Mapped) -> None:
 
 
 def _make_coherent(file: File) -> None:
-    """Have a file go by the page cache if what goes past it and what a mapping shows are not the same."""
+    """Have a file go by the page cache if direct reads and writes disagree with a mapping."""
     with mmap.mmap(file.fd, BLOCK) as shown, mmap.mmap(-1, BLOCK) as block:
         shown[:] = b"1" * BLOCK
         os.preadv(file.fd, [block], 0)

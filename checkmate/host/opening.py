@@ -176,7 +176,7 @@ def _measure(where: str, device: torch.device) -> Host:
 
 
 def _on_record(place: str, measured: Host | None = None) -> Host | None:
-    """The links on record; where there are none, those that were measured, which are recorded."""
+    """The links on record; if there are none, record those that were measured."""
     try:
         with rows(TABLE, write=measured is not None) as kept:
             for document in kept.get([place]).values():

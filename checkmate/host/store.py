@@ -56,7 +56,7 @@ class Home:
     extents: tuple[range, ...]  # its whole blocks there, in the order of its bytes
 
     def let_go(self) -> None:
-        """Write what is only in memory of it, and free its pages there."""
+        """Write the pages that only memory has, and free them there."""
 
 
 HOMES: dict[int, Home] = {}  # by the address of the storage
@@ -238,7 +238,7 @@ class Store:
             self._close()
 
     def _settled(self, key: int, what: str, nbytes: int | None = None) -> Value:
-        """A value with a whole copy, of so many bytes, and no transfer under way."""
+        """A value with a whole copy, of this many bytes, and no transfer under way."""
         value = self._values.get(key)
         if value is not None and value.pending is not None:
             raise HostError(f"Value {key} is under way to or from {self._mover.name}: wait for it before it is {what}.")

@@ -58,8 +58,8 @@ from checkmate.solvers.host.offload import SentSets
 from checkmate.solvers.linear import equations, highs
 from checkmate.solvers.linear import milp as linear
 from checkmate.solvers.linear.equations import makers, most_saved_bytes, own_bytes, results_bytes
+from checkmate.solvers.linear.links import link_seconds
 from checkmate.solvers.linear.model import INF, NONE, Model, Term, after, before, pairs
-from checkmate.solvers.linear.moments import link_seconds
 
 SHARE_OF_RECOMPUTATION, SHARE_OF_SETS = 0.3, 0.1  # of the time; of what is left, for what else could be sent
 MOST_OPS = 200  # beyond this the program takes gigabytes, and finds nothing in minutes

@@ -226,7 +226,7 @@ def test_a_method_that_knows_of_no_homes_is_refused(tmp_path: Path) -> None:
     model = checkmate.in_file(Net(), tmp_path)
     there: dict[str, Any] = {"host": f"file:{tmp_path}", "host_budget": "100 MB", "method": "poet"}
     step = checkmate.training_step(model, _optimizer(model), budget=BUDGET, **there)
-    with pytest.raises(checkmate.InvalidProblem, match="'poet' plans no step with values at home .* that do: auto"):
+    with pytest.raises(checkmate.InvalidProblem, match=r"'poet' plans no step with values at home .* that do: auto"):
         step(X, Y, torch.tensor(1.0))
 
 

@@ -22,7 +22,8 @@ from checkmate.solvers.common.incumbent import Clock, Task
 from checkmate.solvers.common.schedules import lowered
 from checkmate.solvers.host.kept import keep_homes
 from checkmate.solvers.linear import highs
-from checkmate.solvers.linear.moments import build, proven_seconds
+from checkmate.solvers.linear.links import proven_seconds
+from checkmate.solvers.linear.moments import build
 from checkmate.solvers.solve import min_budget
 from tests.solvers.checks import check
 from tests.support.all_plans import cheapest_plan, random_problem_with_homes
