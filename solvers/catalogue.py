@@ -86,7 +86,7 @@ _TABLE = (
     Method("dtr", "evict at run time by one of six scores, and plan what that would run", KIRISAME, dtr, TIMED),
     Method("rotor", "the optimal persistent checkpoints of a chain of segments", "Beaumont et al., 2019", rotor, TIMED),
     Method("min-cut", "save a minimum cut between forward and backward", "He, AOTAutograd, 2022", min_cut, TIMED),
-    Method("milp", "the integer program over R, S, U and FREE, exactly", JAIN, milp, SOLVER, sends=True),
+    Method("milp", "the integer program over R, S, U and FREE, exactly", JAIN, milp, SOLVER, sends=True, homes=True),
     Method("lp-rounding", "its linear relaxation, rounded in two phases", f"{JAIN}, Section 5", lp_rounding, RELAXED),
     Method("offload-all", "send all that the backward reads to a second memory", HOOKS, offload_all, **BESIDE),
     Method("capuchin", "swap what is unused for long, recompute what is cheap", PENG, capuchin, TIMED, **BESIDE),

@@ -18,6 +18,14 @@ are asked for in these moments only, and the links' seconds stage by stage: that
 stays, in which order transfers are carried, is left out. No row was added because good plans obey it: the two that
 leave plans out, that a value is not kept, sent or made when nothing can read it any more, leave out useless steps only.
 
+A value at home there has H = 1 without a transfer until op u overwrites it, where one does. Then, in every plan,
+
+    S[t, v] + H[t, v] >= 1                        every stage t > u: the new bytes are somewhere
+    Σ_t E[t, v] + home[v] >= 1,  home[v] <= S[T-1, v]       sent before the last op runs, or it ends behind that
+    S[T-1, v] + back[v] >= 1                      v kept here from call to call, S[0, v] from the start
+
+and the step lasts as much longer as a link carries what is left of home and back after the last op.
+
 What an answer runs and fetches in each stage becomes a plan, whose seconds the simulator tells; so do the best ways to
 run beside what it sends, or parts of that. Where the seconds are those of the bound, the plan is the best there is.
 
@@ -94,12 +102,15 @@ def milp(
         return linear.milp(task, incumbent, formulation=formulation, start=start, target=target)
     if formulation != "strengthened":
         raise ValueError(f"With a second memory there is formulation='strengthened', not {formulation!r}.")
-    # The cheapest plan that sends nothing.
-    seconds = SHARE_OF_RECOMPUTATION * task.clock.left
-    alone = Incumbent(task.within(seconds, problem=task.problem.with_host(None)))
-    linear.milp(alone.task, alone, start=start, target=target)
-    if alone.R is not None:
-        incumbent.offer(alone.R, "recomputation")
+    # The cheapest plan that sends nothing, where nothing is at home there.
+    sets = SentSets(task.within(SHARE_OF_RECOMPUTATION * task.clock.left), incumbent, linear.milp)
+    if task.problem.homes:
+        sets.attempt(())
+    else:
+        alone = Incumbent(replace(sets.task, problem=task.problem.with_host(None)))
+        linear.milp(alone.task, alone, start=start, target=target)
+        if alone.R is not None:
+            incumbent.offer(alone.R, "recomputation")
     if incumbent.R is not None and (incumbent.gap <= task.gap or incumbent.cost <= (target or 0.0)):
         return Remarks()
     program, unit = Program(task.problem, task.budget), equations.cost_unit(task.problem)
@@ -127,7 +138,7 @@ def milp(
         offer(result.x)
         sent = np.flatnonzero(program.model.value(result.x, program.F).any(axis=0)).tolist()
     sets = SentSets(task.within(SHARE_OF_SETS * task.clock.left), incumbent, linear.milp)
-    sets.attempt_parts(sent)
+    sets.attempt_parts([v for v in sent if v not in task.problem.homes])
     return Remarks(details={"columns": program.model.columns, "rows": program.model.rows, "bound": result.bound * unit})
 
 
@@ -138,14 +149,19 @@ def plan_of(problem: Problem, budget: int, R: np.ndarray, F: np.ndarray) -> Plan
     least.
     """
     # The runs of the problem with fetch ops: a value is fetched where F says so, or where its op reruns.
-    sent = np.flatnonzero(F.any(axis=0)).tolist()
-    fetching = with_fetches(problem, sent)
+    sent = [v for v in np.flatnonzero(F.any(axis=0)).tolist() if v not in problem.homes]
+    fetching, over = with_fetches(problem, sent), problem.graph.overwritten_by
     runs = np.eye(len(fetching.op), dtype=bool)
     stages = [at for at, k in enumerate(fetching.op) if k is not None]
     runs[np.ix_(stages, stages)] |= R
     for at, v in enumerate(fetching.value):
         if v is not None:
-            again = F[:, v] | R[:, problem.graph.values[v].producer]
+            producer, again = problem.graph.values[v].producer, F[:, v].copy()
+            if producer is not None:
+                again |= R[:, producer]
+            if v in over:  # the one before it is overwritten, or the one after that
+                is_new = fetching.problem.graph.ops[at].outputs[0] in fetching.renewed
+                again &= (np.arange(len(again)) > over[v]) == is_new
             runs[[stage for stage, wanted in zip(stages, again, strict=True) if wanted and stage > at], at] = True
     runs = without_useless(fetching.problem.graph, runs)
     if not obeys_limits(fetching.problem, runs):
@@ -171,14 +187,21 @@ class Program:
         stage = np.arange(T)[:, None]
         S = np.zeros((T, len(graph.values)), dtype=bool)
         S[:, v] = (stage > made_by) & (stage <= read[v])
+        # Homes: from the begin on, those that are overwritten or kept until the end.
+        homes, kept = (np.isin(np.arange(S.shape[1]), [*of]) for of in (problem.homes, problem.kept))
+        first = np.array([graph.overwritten_by.get(w, T) for w in range(S.shape[1])])
+        clean, dirty = homes & (stage < first), homes & (stage > first)
+        S |= homes & ((stage <= read) | kept | (stage >= first))
         needed, over, own = np.zeros_like(S), np.zeros_like(S), np.zeros_like(S)
         for k, op in enumerate(graph.ops):
             needed[k, [*op.inputs]] = True
             over[k, [w for w, _ in problem.savings[k]]] = True
         own[made_by, v] = True
         # The columns: R, S, what is written over; H, Out and In at the end of a stage, E and F before its op.
-        soon = may_go(problem, S)
+        soon, T_1 = may_go(problem, S), stage == T - 1
         going = soon & after(S, False)
+        fetched, sent = soon | (S & homes), soon | (S & dirty)
+        coming, leaving = (fetched & after(S, False)) | (S & kept & T_1), going | (S & dirty)
         columns = self.model.variables
         self.R = columns(plain.R != NONE, name="R", lower=np.eye(T), integer=True)
         self.S = columns(S, name="S", lower=needed.astype(float), integer=True)
@@ -187,11 +210,17 @@ class Program:
         self.here = np.where(before(own, False), before(np.where(own, made, NONE)), before(self.S))
         self.made = np.where(own, NONE, made)  # R[t, prod(v)] of what runs again
         self.over = columns(over, name="OVER", integer=True)  # op t writes over v when it runs for the first time
-        self.H, self.Out, self.In = (columns(going, name=name, integer=True) for name in ("H", "Out", "In"))
-        self.E, self.F = (columns(soon, name=name, integer=True) for name in "EF")
+        self.H = columns(going | clean | dirty, name="H", lower=clean, integer=True)
+        self.Out, self.In = columns(leaving, name="Out", integer=True), columns(coming, name="In", integer=True)
+        self.E, self.F = columns(sent, name="E", integer=True), columns(fetched, name="F", integer=True)
+        # H of the stage before; at the begin all homes are there, and those that are kept are here.
+        self.copied, at_begin = before(self.H), columns(homes[None], name="begin", lower=1.0)[0]
+        self.copied[0], self.here[0, kept] = at_begin, at_begin[kept]
         # The parts of transfers that a stage takes, and its seconds D.
-        q, p = (columns(going, name=name) for name in "qp")
-        self.o, self.f, self.e, self.c = (columns(soon, name=name) for name in "ofec")
+        q, p = columns(leaving, name="q"), columns(coming, name="p")
+        self.o, self.f, self.e, self.c = (
+            columns(there, name=name) for name, there in zip("ofec", (sent, fetched) * 2, strict=True)
+        )
         self.D = columns((T,), name="D", upper=INF, cost=1.0)
         # (T, V) each: where a value that is at hand in stage t is from, in a row that is at most 0
         self.sources = [(self.here, -1.0), (before(self.over), 1.0), (self.made, -1.0), (self.F, -1.0)]
@@ -204,6 +233,8 @@ class Program:
         self.fit()
         self.fit_again()
         self.take_time()
+        if problem.homes:
+            self.come_home(dirty, np.flatnonzero(homes & (first < T)), np.flatnonzero(kept), q, p)
         equations.run_at_most(self.model, self.R, problem)
 
     def carry(self, name: str, shares: tuple[np.ndarray, ...], under_way: np.ndarray) -> None:
@@ -226,12 +257,15 @@ class Program:
 
         What op t - 1 has written over is not here. Inputs of op t itself have S[t, v] = 1.
         """
-        touch = self.touch
-        there = (self.R[:, touch.op] != NONE) & touch.reads
-        there[touch.op, np.arange(len(touch.op))] = False
+        touch, homes = self.touch, self.problem.homes
+        at_home = [(k, v) for k, op in enumerate(self.problem.graph.ops) for v in op.inputs if v in homes]
+        reads = np.array([touch.op, touch.value])[:, touch.reads]
+        readers, read = np.hstack([reads, np.array(at_home, dtype=np.int64).reshape(-1, 2).T])
+        there = self.R[:, readers] != NONE
+        there[readers, np.arange(len(readers))] = False
         t, e = np.nonzero(there)
-        v = touch.value[e]
-        terms = [(self.R[t, touch.op[e]], 1.0), *((family[t, v], sign) for family, sign in self.sources)]
+        v = read[e]
+        terms = [(self.R[t, readers[e]], 1.0), *((family[t, v], sign) for family, sign in self.sources)]
         self.model.constrain("have inputs", terms, upper=0.0)
 
     def stay(self) -> None:
@@ -254,12 +288,13 @@ class Program:
         Out[t] <= S[t],  Out[t] + over[t] <= 1,  H[t] + Out[t] <= 1,  H[t] <= H[t-1] + E[t],  Out[t-1] <= Out[t] + E[t]
         In[t] + S[t] <= 1,  In[t] <= H[t],  F[t] <= H[t-1] + E[t],  In[t-1] <= In[t] + F[t]      of v, every stage t
         """
-        copied = [(before(self.H), -1.0), (self.E, -1.0)]
+        copied = [(self.copied, -1.0), (self.E, -1.0)]
+        copies = np.where(self.model.lower[self.H] > 0, NONE, self.H)  # those at home need no transfer
         for name, first, others, upper in (
             ("send what is at hand", self.Out, [(self.S, -1.0)], 0.0),
             ("write over nothing sent", self.Out, [(self.over, 1.0)], 1.0),
             ("send no copy", self.H, [(self.Out, 1.0)], 1.0),
-            ("copy", self.H, copied, 0.0),
+            ("copy", copies, copied, 0.0),
             ("wait for what is sent", before(self.Out), [(self.Out, -1.0), (self.E, -1.0)], 0.0),
             ("fetch what is away", self.In, [(self.S, 1.0)], 1.0),
             ("fetch a copy", self.In, [(self.H, -1.0)], 0.0),
@@ -275,14 +310,19 @@ class Program:
         Σ_v M_v (H[t, v] + Out[t, v]) <= host budget,  Σ_v over[t, v] <= 1
         """
         unit, kept, problem = equations.size_unit(self.problem), self.S.copy(), self.problem
+        homes = [*problem.homes]
         M, saved = problem.sizes / unit, np.zeros(self.S.shape)
         for k, op in enumerate(problem.graph.ops):
             kept[k, [*op.inputs]] = NONE
             for v, less in problem.savings[k]:
                 saved[k, v] = less / unit
-        room = (self.budget - problem.unavoidable_bytes) / unit - saved.max(axis=1)
+        there = np.array([self.H, self.Out])
+        there[:, :, homes] = NONE
+        own = problem.with_homes(problem.homes).unavoidable_bytes  # without what is kept before and after the step
+        room = (self.budget - own) / unit - saved.max(axis=1)
         self.model.constrain("fit", [(kept, M), (self.In, M), (self.over, -saved)], upper=room)
-        self.model.constrain("fit there", [(self.H, M), (self.Out, M)], upper=self.host.budget / unit)
+        room_there = (self.host.budget - problem.homes_bytes) / unit
+        self.model.constrain("fit there", [(family, M) for family in there], upper=room_there)
         self.model.constrain("write over one", [(self.over, 1.0)], upper=1.0)
 
     def fit_again(self) -> None:
@@ -324,6 +364,29 @@ class Program:
         for name, carried, ended in ways:
             self.model.constrain(name, [(D, 1.0), *carried], lower=0.0)
             self.model.constrain(f"{name}, then the op", [(D, 1.0), *ended], lower=seconds)
+
+    def come_home(self, dirty: np.ndarray, written: np.ndarray, kept: np.ndarray, q: np.ndarray, p: np.ndarray) -> None:
+        """Have all that is at home there in the end, and here what is kept; see the module.
+
+        Args:
+            dirty: (T, V) bool, stages after a home's bytes have changed.
+            written, kept: homes that are overwritten, and those that are kept.
+            q, p: columns (T, V), the shares of transfers under way that are carried when op t has run.
+        """
+        model, S = self.model, self.S[-1]
+        pairs(model, "somewhere", np.where(dirty, self.S, NONE), [(self.H, 1.0)], upper=INF, lower=1.0)
+        sizes = [(len(written),), (len(written),), (len(kept),), (len(kept),)]
+        home, there, back, here = (model.variables(size, name=f"end {i}") for i, size in enumerate(sizes))
+        model.constrain("sent in the end", [(self.E[:, written].T, 1.0), (home, 1.0)], lower=1.0)
+        model.constrain("send what is here in the end", [(home, 1.0), (S[written], -1.0)], upper=0.0)
+        model.constrain("rest of sends", [(there, 1.0), (home, -1.0), (q[-1, written], 1.0)], lower=0.0)
+        model.constrain("here in the end", [(S[kept], 1.0), (back, 1.0)], lower=1.0)
+        model.constrain("rest of fetches", [(here, 1.0), (back, -1.0), (p[-1, kept], 1.0)], lower=0.0)
+        D = model.variables((1,), name="D end", upper=INF, cost=1.0)
+        out, fetch = link_seconds(self.problem, self.host)
+        carried = [(there[None], -out[written]), (here[None], -fetch[kept])]
+        for i, terms in enumerate([carried] if self.host.one_link else [[one] for one in carried]):
+            model.constrain(f"end of link {i}", [(D, 1.0), *terms], lower=0.0)
 
 
 def may_go(problem: Problem, S: np.ndarray) -> np.ndarray:
