@@ -225,9 +225,9 @@ class TrainingStep(Planned):
             self._added, self._left = 0, 0
         if self._left is None:
             raise Unsupported(
-                "Parameters have gradients in .grad, and the training step is new, or its optimizer's state was loaded "
-                "since: it does not know of how many calls they are the sum. To go on with them, step.calls = the "
-                "number of calls since the last update, saved with the gradients; to begin the update anew, "
+                "Parameters have gradients in .grad, and the training step is new, its optimizer's state was loaded "
+                "since, or its last call failed: it does not know of how many calls they are the sum. To go on with "
+                "saved ones, step.calls = the number of calls since the last update; to begin the update anew, "
                 "step.calls = 0, or optimizer.zero_grad()."
             )
         return self._added
@@ -290,6 +290,8 @@ class TrainingStep(Planned):
                     updates.finish()
             except BaseException:
                 self._torn = updates.done if last else ""
+                if updates.sums is not None and updates.sums.adds:
+                    self._left = None  # sums of calls and of a part of one
                 raise
             self._added = 0 if last else self._added + 1
             self._left = self._versions_now() if self._added else 0

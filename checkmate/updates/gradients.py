@@ -47,6 +47,7 @@ class Sums:
     def __init__(self) -> None:
         self._strides: dict[torch.Tensor, tuple[int, ...]] = {}  # per parameter's sum
         self._rooms: dict[torch.Tensor, torch.Tensor] = {}  # not in use yet
+        self.adds = 0  # of this call, that were begun
         self.at_home = set[torch.Tensor]()  # parameters whose sums are at home in the second memory
 
     def expect(self, parameter: torch.Tensor, strides: Sequence[int]) -> None:
@@ -72,13 +73,15 @@ class Sums:
         return [self.of(parameter) for parameter in self._strides]
 
     def make_rooms(self) -> None:
-        """Allocate the missing sums, but those at home in the second memory, which are made there."""
+        """Before a call's adds, allocate the missing sums, but those at home in the second memory, made there."""
+        self.adds = 0
         for parameter in self._strides:
             if parameter.grad is None and parameter not in {*self._rooms, *self.at_home}:
                 self._rooms[parameter] = self.room(parameter, parameter.device)
 
     def add(self, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
         """Add a gradient to a sum as autograd does."""
+        self.adds += 1
         if parameter.grad is None:
             room = self._rooms.pop(parameter, None)
             parameter.grad = (self.room(parameter, parameter.device) if room is None else room).copy_(gradient)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -13,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn, optim
 
 import checkmate
+from checkmate.updates.gradients import Sums
 from tests.support.bits import assert_same_bits
 from tests.support.budgets import between
 from tests.support.sampling import long, slow
@@ -253,3 +255,39 @@ def test_zeroed_in_mid_accumulation_an_update_begins_anew(set_to_none: bool) -> 
     assert not optimizer.state
     _calls(step, range(1))
     assert step.calls == 1
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_call_that_fails_in_the_middle_of_its_sums_is_told_by_the_next(
+    failing: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next call would go on with sums of which some have the failed call's gradients."""
+    step, model, optimizer = _made(planned_step, 3)
+    plain, again, of_again = _made(plain_step, 3)
+    for run in (step, plain):
+        torch.manual_seed(1)
+        for _ in range(3 + failing):
+            run(X, Y)
+    add, adds = Sums.add, itertools.count()
+
+    def interrupted(self: Sums, *args: Any) -> None:
+        add(self, *args)
+        if next(adds) == 1:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Sums, "add", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            step(X, Y)
+    with pytest.raises(checkmate.Unsupported, match="or its last call failed: .* to begin the update anew"):
+        step(X, Y)
+    # Both begin the update anew, from the same state.
+    step.calls = 0
+    of_again.zero_grad()
+    model.load_state_dict(again.state_dict())
+    plain = plain_step(loss_of(again), of_again, accumulate=3)
+    for run in (step, plain):
+        torch.manual_seed(2)
+        for _ in range(3):
+            run(X, Y)
+    assert_same_bits((model.state_dict(), optimizer.state_dict()), (again.state_dict(), of_again.state_dict()))
