@@ -279,7 +279,7 @@ def test_a_call_that_fails_in_the_middle_of_its_sums_is_told_by_the_next(
         patch.setattr(Sums, "add", interrupted)
         with pytest.raises(KeyboardInterrupt):
             step(X, Y)
-    with pytest.raises(checkmate.Unsupported, match="or its last call failed: .* to begin the update anew"):
+    with pytest.raises(checkmate.Unsupported, match=r"or its last call failed: .* to begin the update anew"):
         step(X, Y)
     # Both begin the update anew, from the same state.
     step.calls = 0
