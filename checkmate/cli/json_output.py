@@ -18,6 +18,9 @@ def solution_record(solution: Solution) -> dict[str, Any]:
     if away := s.second_memory:
         second_memory = {"values": away.values, "peak": away.peak, "transfers": len(away.timing.transfers)}
         second_memory |= {"waited": away.waited, "hidden": away.timing.hidden}
+        if s.problem.homes:
+            kept = s.problem.begin_bytes - s.problem.resident
+            second_memory |= {"homes": s.problem.homes_bytes, "kept": kept, "sent": away.sent, "fetched": away.fetched}
     again = {} if s.schedule is None else enumerate(s.schedule.recomputed.tolist())
     # Parts that only some answers have come last.
     return {

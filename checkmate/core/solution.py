@@ -85,8 +85,10 @@ class SecondMemoryUse:
     """The values of a plan that wait in a second memory."""
 
     values: int  # how many
-    peak: int  # the most bytes there
+    peak: int  # the most bytes there, with those of homes
     timing: Timing
+    sent: int  # bytes that leave in a step
+    fetched: int  # and that come back
 
     @property
     def waited(self) -> float:
@@ -164,8 +166,10 @@ class Solution:
         """The use of the second memory; None if the plan does not use it."""
         if self.plan is None or not self.plan.moves:
             return None
-        peak = simulate(self.plan, self.problem).host_peak
-        return SecondMemoryUse(len(self.plan.moved), peak, timing(self.plan, self.problem))
+        peak, times, moved = simulate(self.plan, self.problem).host_peak, timing(self.plan, self.problem), [0, 0]
+        for transfer in times.transfers:
+            moved[transfer.back] += int(self.problem.sizes[transfer.value])
+        return SecondMemoryUse(len(self.plan.moved), peak, times, *moved)
 
     @cached_property
     def modules(self) -> Any:
@@ -231,6 +235,12 @@ class Solution:
                 facts.append(("with more", f"{format_bytes(more)}: half of that at most, {format_seconds(seconds)}"))
             if self.second_memory is not None:
                 facts.append(("transfers", str(self.second_memory)))
+            if self.second_memory is not None and self.problem.homes:
+                there, kept = self.problem.homes_bytes, self.problem.begin_bytes - self.problem.resident
+                stays = f"{format_bytes(kept) if kept else 'none'} kept here between calls"
+                facts.append(("at home", f"{format_bytes(there)} in the second memory, {stays}"))
+                back, out = format_bytes(self.second_memory.fetched), format_bytes(self.second_memory.sent)
+                facts.append(("links", f"in {back}, out {out}, {self.waited / (self.cost or 1):.0%} of the step waits"))
             if over := self.runs_over:
                 facts.append(("in place", f"{over} of {len(self.plan.runs)} runs write over an input"))
         if self.problem.profile.estimated:

@@ -17,6 +17,7 @@ from checkmate.core.solution import OPTIMAL_GAP, Solution, Status, check_plan
 from checkmate.core.timing import timing
 from checkmate.inspection.timeline import Moment, Span, Timeline, timeline
 from checkmate.solvers.common.incumbent import again
+from checkmate.solvers.host.kept import RoomBound, bounds_with_more
 from checkmate.solvers.solve import solve
 from checkmate.units import format_bytes, format_seconds, parse_bytes, signed
 
@@ -73,6 +74,7 @@ class PeakExplanation(Listed[Held]):
     not_over: str = ""  # the input that the op could write over if it were not kept, in words
     better: Solution | None = None  # a faster plan within the same budget, if the prices came upon one
     host_bytes: int | None = None  # the most bytes in the second memory about then; None: there is none
+    room_bounds: tuple[RoomBound, ...] = ()  # as it is, with more here, with more there; empty: no homes, or not asked
 
     listed: ClassVar = "held"  # for `records`
 
@@ -105,6 +107,12 @@ class PeakExplanation(Listed[Held]):
                 yield moving, f"{format_bytes(sum(row.bytes for row in on_link))} of these in {of}, {about}"
         if self.host_bytes is not None:
             yield "second memory", format_bytes(self.host_bytes)
+        if self.room_bounds and all(row.bound for row in self.room_bounds):
+            now, here, there = self.room_bounds
+            less = [f"{max(0.0, 1 - row.bound / now.bound):.1%}" for row in (here, there)]
+            more = f"{less[0]} less with {format_bytes(here.here)} more here, {less[1]} less with"
+            bound = f"the linear bound of {format_seconds(now.bound)} would be {more}"
+            yield "with more", f"{bound} {format_bytes(there.there)} more there"
         if self.resident:
             parts = ", ".join(f"{role} {format_bytes(size)}" for role, size in self.resident.items())
             yield "resident", f"{format_bytes(sum(self.resident.values()))}: {parts}"
@@ -180,7 +188,8 @@ def explain_peak(
     Args:
         step: bytes less than the peak, and more than the budget, to ask the price of; by default 100 MB, or a hundredth
             of the peak if that is less.
-        prices: whether to ask for prices at all; it takes two solves.
+        prices: whether to ask for prices at all; it takes two solves. Where values are at home in the second memory, it
+            also asks the linear bound what a third of the budget more here would buy, and twice that there.
         time_limit: seconds for each of the two solves, of which a step of thousands of ops may take a few more.
         top: how many values are printed.
 
@@ -225,12 +234,16 @@ def explain_peak(
     # Less memory than the peak, if that is possible, and more than the budget.
     changes = ((peak - size, -size), (solution.budget + size, size)) if prices else ()
     asked = [_price(solution, budget, change, time_limit) for budget, change in changes if budget > 0]
+    third, problem, more = solution.budget // 3, solution.problem, tuple[RoomBound, ...]()
+    if prices and problem.homes:
+        more = bounds_with_more(problem, solution.budget, third, 2 * third, time_limit)
     return PeakExplanation(
         held,
         tuple(price for price, _ in asked),
         *(line.peak, solution.budget, moment, line.resident, solution.cost, top, not_over),
         better=_better(solution, [answer for _, answer in asked]),
         host_bytes=None if solution.problem.host is None else line.host_bytes[moment.index],
+        room_bounds=more,
     )
 
 

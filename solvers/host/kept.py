@@ -9,11 +9,13 @@ The choice belongs to a problem, and not to a plan: all plans of a step begin an
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
+
 import numpy as np
 
 from checkmate.core.problem import Problem
 from checkmate.solvers.common.fetches import sendable, with_fetches
-from checkmate.solvers.common.incumbent import Task
+from checkmate.solvers.common.incumbent import Clock, Task
 from checkmate.solvers.linear import highs
 from checkmate.solvers.linear.links import proven_seconds
 from checkmate.solvers.linear.moments import build, in_windows
@@ -60,3 +62,33 @@ def keep_homes(task: Task) -> tuple[Problem, float]:
             break
         at = sorted({*at, plain[-1]})
     return problem, bound
+
+
+@dataclass(frozen=True)
+class RoomBound:
+    """The seconds that every plan takes with more room, whatever is kept."""
+
+    here: int  # bytes more here
+    there: int  # bytes more in the second memory
+    bound: float  # seconds; 0.0 where the time was over
+
+
+def bounds_with_more(problem: Problem, budget: int, here: int, there: int, time_limit: float) -> tuple[RoomBound, ...]:
+    """The linear bound as it is, with so many bytes more here, and with so many more in the second memory.
+
+    Args:
+        time_limit: seconds for each; one takes about a second for 4,000 ops.
+
+    >>> from checkmate.core.host import Host
+    >>> step = Problem.from_dag([[], [0]], [1, 1], [4, 4], parameters=[(8, [0], None), (8, [1], None)])
+    >>> there = step.with_host(Host(100, send=8.0, fetch=8.0)).with_homes([2, 3])
+    >>> [round(row.bound, 1) for row in bounds_with_more(there, 16, here=8, there=5, time_limit=5)]
+    [3.0, 2.0, 3.0]
+    """
+    host, rows = problem.host, list[RoomBound]()
+    assert host is not None
+    for more, away in ((0, 0), (here, 0), (0, there)):
+        roomy = problem.with_host(replace(host, budget=host.budget + away))
+        bound = keep_homes(Task(roomy, budget + more, Clock(time_limit)))[1]
+        rows.append(RoomBound(more, away, bound))
+    return tuple(rows)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from checkmate import Host, InvalidProblem, Problem, Status, solve
+from checkmate.cli.json_output import solution_record
 from checkmate.core.plan import Fetch, Free, Run, Send, Wait
 from checkmate.core.schedule import Schedule
 from checkmate.core.simulator import check_plan
@@ -194,6 +195,22 @@ def test_what_a_person_asks_of_such_a_plan() -> None:
     assert held["w2"].why_not in ("on its way back", "at home in the second memory")
     assert diff(large, small).b is small
     assert "4 values, 24 B" in str(small)
+    # What is at home where, and what the links carry: by hand, from the plan's transfers.
+    moved = [int(kept.sizes[step.value]) for step in small.plan.steps if isinstance(step, Fetch)]
+    use = small.second_memory
+    assert (use.fetched, use.sent) == (sum(moved), 4 + 4 + 8 + 8)
+    assert "at home    24 B in the second memory, 4 B kept here between calls" in str(small)
+    assert f"links      in {sum(moved)} B, out 24 B, {use.waited / small.cost:.0%} of the step waits" in str(small)
+    assert "none kept here between calls" in str(solve(HOMES, 24, time_limit=1))
+    assert "at home" not in str(solve(STEP.with_host(HOST), 24, time_limit=1))
+    # What more room would buy: each bound is that of the step with as much room.
+    more = explain_peak(small, time_limit=1.0)
+    now, here, there = (row.bound for row in more.room_bounds)
+    assert now == keep_homes(Task(kept, 24))[1] >= here == keep_homes(Task(kept, 32))[1]
+    assert there == keep_homes(Task(kept.with_host(Host(116, send=4.0, fetch=4.0)), 24))[1]
+    assert f"would be {1 - here / now:.1%} less with 8 B more here, 0.0% less with 16 B more there" in str(more)
+    record = solution_record(small)["second_memory"]
+    assert (record["homes"], record["kept"], record["sent"], record["fetched"]) == (24, 4, 24, sum(moved))
 
 
 @pytest.mark.parametrize("method", [name for name, method in METHODS.items() if not method.homes])
