@@ -59,7 +59,7 @@ from checkmate.codegen.writing_over import prepare, writing_over
 from checkmate.core.problem import Problem
 from checkmate.core.solution import Solution
 from checkmate.devices import kind_of
-from checkmate.errors import BudgetError, InfeasibleBudget
+from checkmate.errors import BudgetError, HostError, InfeasibleBudget
 from checkmate.host import home_of
 from checkmate.memory.arena import PHASES, Arena, Phase
 from checkmate.memory.available import available
@@ -347,6 +347,8 @@ class _Compilation:
         here = in_all(self.inputs, self.call.reach)
         limit = self._find_budget(module.graph, device, fakes=fakes)
         second_memory = None if backend.second_memories is None else backend.second_memories.on(device)
+        if second_memory is not None and not second_memory.budget and ranks.train_together():
+            raise HostError('Ranks share a plan: say how many bytes each may take there, host_budget="10 GB".')
         name = step_problem.step_name(self.call.reach, () if updates is None else updates.optimizers)
         source, is_tried = backend.profile, fakes or backend.measures
         given = enumerate(self.known if updates is not None else ())

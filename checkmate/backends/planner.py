@@ -95,13 +95,13 @@ class Options:
     wait: Wait = "first"
     rules: Rules | None = None
     host_budget: Bytes | None = None
-    host: str | None = None  # a file on the CPU, pinned memory on CUDA
+    host: str | None = None  # a file on the CPU, pinned memory on CUDA; alone: most of what is free there
     overlap: bool = False  # collectives beside other ops
     kernels: Kernels = "eager"
     share: float | None = field(init=False, repr=False)  # of the free memory, that the budget is; None: it is in bytes
     total: int = field(init=False, repr=False)  # bytes of the budget; 0 for a share, which is found with the first plan
     set_aside: int = field(init=False, repr=False)  # bytes of the budget for what the step cannot see
-    host_bytes: int = field(init=False, repr=False)  # of the second memory; 0 if there is none
+    host_bytes: int = field(init=False, repr=False)  # of the second memory; 0 if there is none, or nobody says
 
     @classmethod
     def of(cls, way_in: Callable[..., Any], known: Iterable[str], given: Mapping[str, Any], budget: Bytes) -> Options:
@@ -139,7 +139,7 @@ class Options:
         if self.rules is not None:
             check(self.rules)
             vars(self)["rules"] = {**self.rules}  # as they are now
-        solve.check_host(self.method, has_host=self.host_budget is not None)
+        solve.check_host(self.method, has_host=self.host_budget is not None or self.host is not None)
         # Text becomes bytes here, and nowhere else.
         share, set_aside, host, host_bytes = parse_share(self.budget), 0, self.host, 0
         total = parse_budget(self.budget) if share is None else 0
@@ -150,13 +150,11 @@ class Options:
                 raise BudgetError(f"reserve={self.reserve!r}: {error}") from None
         if self.host_budget is not None:
             host_bytes = parse_budget(self.host_budget)
-            if host is not None and not (isinstance(host, str) and (host in _HOSTS or host.startswith("file:"))):
-                raise ValueError(
-                    f'Unknown second memory {host!r}: host is "file:/fast/disk", "file:" for the folder of temporary '
-                    'files, or "pinned" for a step on CUDA.'
-                )
-        elif host is not None:
-            raise ValueError(f'host={host!r} is for values that wait there: say how many bytes, host_budget="10 GB".')
+        if host is not None and not (isinstance(host, str) and (host in _HOSTS or host.startswith("file:"))):
+            raise ValueError(
+                f'Unknown second memory {host!r}: host is "file:/fast/disk", "file:" for the folder of temporary '
+                'files, or "pinned" for a step on CUDA.'
+            )
         vars(self).update(share=share, total=total, set_aside=set_aside, host_bytes=host_bytes)
 
     @property
@@ -167,7 +165,8 @@ class Options:
     @property
     def second_memories(self) -> SecondMemories | None:
         """The second memory of a step; None if there is none."""
-        return SecondMemories(self.host, self.host_bytes, cache=self.cache) if self.host_bytes else None
+        has_one = self.host_bytes or self.host is not None
+        return SecondMemories(self.host, self.host_bytes, cache=self.cache) if has_one else None
 
 
 # Options that earlier versions had, with their values, and what to write instead.

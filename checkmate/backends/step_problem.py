@@ -97,6 +97,12 @@ def is_at_home(held: Held) -> bool:
     return held.nbytes >= LEAST and home_of(held.parameter) is not None
 
 
+def is_there(held: Held) -> bool:
+    """Tell whether a state or a sum is in its home already."""
+    tensor = held.get()
+    return tensor is not None and home_of(tensor) is not None
+
+
 def homes_of(joint: Joint, in_files: Collection[int]) -> frozenset[int]:
     """The inputs that are in a file, by their positions in what was traced, and states and sums at home."""
     inputs = {v for v, value in enumerate(joint.graph.values) if value.producer is None} - {*joint.graph.outputs}
@@ -123,20 +129,18 @@ def with_homes(problem: Problem, updates: Updates) -> Problem:
         if wanted is not None:
             raise Unsupported(f"Parameters that are in a file are not planned with {option}: keep them in memory.")
     # States and sums that this graph does not reach are there too.
-    values, joint = problem.graph.values, codegen.joint
-    here = sum(values[v].size_bytes for v in codegen.homes if v in joint.held)
-    others = sum(held.nbytes for held in updates.held if is_at_home(held)) - here
-    sizes = Counter[str]()
-    for v in codegen.homes:
-        what = "parameters" if v not in joint.held else "sums" if joint.held[v].name == "grad" else "states"
-        sizes[what] += values[v].size_bytes
-    sizes["states and sums of other calls"] += others
+    values, held_here = problem.graph.values, codegen.joint.held
+    of = {v: values[v].size_bytes for v in codegen.homes}
+    sizes = Counter(parameters=sum(size for v, size in of.items() if v not in held_here))
+    for held in filter(is_at_home, updates.held):
+        sizes["sums of gradients" if held.name == "grad" else "states"] += held.nbytes
+    others = sizes.total() - sum(of.values())
     if sizes.total() > host.budget:
         parts = ", ".join(f"{format_bytes(size)} of {what}" for what, size in sizes.items() if size)
+        least = exact_bytes(sizes.total(), up=True)
         raise HostError(
-            f"The second memory has room for {exact_bytes(host.budget)}, and {exact_bytes(sizes.total(), up=True)} are "
-            f"at home there: {parts}. Say host_budget={exact_bytes(sizes.total(), up=True)!r} at least, and more for "
-            "values to wait there."
+            f"The second memory has room for {exact_bytes(host.budget)}, and {least} are at home there: {parts}. Say "
+            f"host_budget={least!r} at least, where that is free, and more for values to wait there."
         )
     if updates.sums is not None:
         updates.sums.at_home.update(held.parameter for held in updates.sums.held if is_at_home(held))
@@ -166,7 +170,9 @@ def problem_of(
     if memory is None:
         return Problem(joint.graph, costs, Codegen(joint))
     codegen = Codegen(joint, memory.begin, homes(joint))
-    return Problem(joint.graph, costs, codegen, host=memory.host(joint.graph))
+    there = (v for v in codegen.homes if v not in joint.held or is_there(joint.held[v]))
+    host = memory.host(joint.graph, sum(joint.graph.values[v].size_bytes for v in there))
+    return Problem(joint.graph, costs, codegen, host=host)
 
 
 def at_other_sizes(joint: Joint, known: Problem, source: Source) -> Problem | None:

@@ -29,6 +29,7 @@ from checkmate.core.host import Host
 from checkmate.errors import HostError, Unsupported
 from checkmate.host import BLOCK, Home, Store, known_links, open_store
 from checkmate.host.homes import within
+from checkmate.memory.available import free_there
 from checkmate.memory.report import HostUse
 from checkmate.torch_internals.dispatcher import outside_tracing
 
@@ -163,7 +164,7 @@ class SecondMemory:
 
     Args:
         where: as `checkmate.host.open_store` knows it; None: what there is beside the device.
-        budget: bytes that may be there for one call.
+        budget: bytes that may be there for one call; 0: most of what is free there when a step is first planned.
         device: of the step.
         cache: take what was measured of its links before, in any process, and keep what is measured now.
     """
@@ -185,13 +186,17 @@ class SecondMemory:
             taken = sum(store.capacity for store in (*self._free, *self._used))
             return HostUse(self.where, *self._last, taken, self._calls, len(self._used))
 
-    def host(self, graph: Graph) -> Host:
+    def host(self, graph: Graph, there: int = 0) -> Host:
         """Describe it for a planner, or raise a `HostError`; its links are measured once.
 
         Each value takes whole blocks: the most that these may exceed the values is left out of the budget.
+
+        Args:
+            there: bytes at home there already, which are not free.
         """
         with outside_tracing():  # a step is being captured
             links = known_links(self.where, self.device, cache=self._cache)
+        self.budget = self.budget or free_there(self.where) + there
         rest = sum(value.size_bytes % BLOCK != 0 for value in graph.values if value.producer is not None)
         room = max(0, self.budget - rest * BLOCK)
         return replace(links, budget=room)

@@ -21,6 +21,8 @@ from __future__ import annotations
 import logging
 import os
 import re
+import shutil
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -31,7 +33,7 @@ from typing import TypeVar
 import torch
 
 from checkmate.devices import kind_of
-from checkmate.errors import BudgetError
+from checkmate.errors import BudgetError, HostError
 from checkmate.memory.arena import ROOM
 from checkmate.units import format_bytes
 
@@ -42,6 +44,7 @@ LEAST_MARGIN = 256 << 20  # bytes of an accelerator
 SHARE = 1 / 16  # of an accelerator's memory
 SCRATCH = 256 << 20  # bytes on the CPU, outside of the step
 BY_MALLOC = 2.0  # times the bytes of a plan: what a process takes by PyTorch's allocator
+SHARE_THERE = 0.9  # of what a second memory has free, for a step
 STEPS = 64  # from one power of two to the next: what is found is rounded down to one of these
 NO_MEMORY = ("allocate memory", "out of memory", "ALLOC_FAILED")  # in what the CPU, other devices and libraries say
 _CACHED = ("inactive_file", "active_file")  # which the kernel lets go of where memory is asked for, unless it is mapped
@@ -114,6 +117,24 @@ def rounded_down(count: int) -> int:
     """
     step = max(1, (1 << max(0, count.bit_length() - 1)) // STEPS)
     return count // step * step
+
+
+def free_there(where: str) -> int:
+    """Bytes of a second memory for who names none: nine tenths of what its disk or the RAM has free, rounded down.
+
+    Raises:
+        HostError: if there is no such folder.
+
+    >>> 0 < free_there("file:") < shutil.disk_usage(tempfile.gettempdir()).total
+    True
+    """
+    _, colon, folder = where.partition(":")
+    folder = folder or tempfile.gettempdir()
+    try:
+        free = shutil.disk_usage(folder).free if colon else min((one.free for one in limits()), default=0)
+    except OSError as error:
+        raise HostError(f"No file can be made in {folder}: {error.strerror}. Name another folder.") from error
+    return rounded_down(int(SHARE_THERE * free))
 
 
 def limits(root: Path = Path("/")) -> Iterator[Limit]:

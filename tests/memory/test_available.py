@@ -4,15 +4,26 @@ from __future__ import annotations
 
 import os
 import resource
+import tempfile
 from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
 import torch
 
-from checkmate.errors import BudgetError
+from checkmate.errors import BudgetError, HostError
 from checkmate.memory import available as module
-from checkmate.memory.available import LEAST_MARGIN, SCRATCH, STEPS, Available, Limit, available, limits, rounded_down
+from checkmate.memory.available import (
+    LEAST_MARGIN,
+    SCRATCH,
+    STEPS,
+    Available,
+    Limit,
+    available,
+    free_there,
+    limits,
+    rounded_down,
+)
 from tests.support.sampling import in_turn
 
 CPU, MB, GB = torch.device("cpu"), 10**6, 10**9
@@ -148,3 +159,16 @@ def test_this_machine_says_something() -> None:
     there = available(CPU, held=12)
     assert there.held == 12
     assert 0 <= there.bytes <= there.limit.total
+
+
+def test_a_second_memory_gives_nine_tenths_of_what_is_free_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = {str(tmp_path): 10 << 20, "/temporary": 20 << 20}
+    monkeypatch.setattr(module.shutil, "disk_usage", lambda folder: Mock(free=usage[folder]))
+    monkeypatch.setattr(module, "limits", lambda: [Limit("this machine", 1 << 40, free << 20) for free in (50, 40)])
+    monkeypatch.setattr(tempfile, "tempdir", "/temporary")
+    assert [free_there(where) >> 20 for where in (f"file:{tmp_path}", "file:", "pinned")] == [9, 18, 36]
+    monkeypatch.undo()
+    with pytest.raises(HostError, match=r"No file can be made in .*none: No such file or directory"):
+        free_there(f"file:{tmp_path}/none")

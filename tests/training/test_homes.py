@@ -8,6 +8,7 @@ import itertools
 import os
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,8 +17,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn, optim
 
 import checkmate
+from checkmate.backends import ranks
 from checkmate.backends.tensor_state import same_bits
 from checkmate.host import home_of
+from checkmate.memory import available
 from checkmate.units import parse_bytes
 from checkmate.updates.gradients import HELD_BYTES
 from checkmate.updates.optimizers import Update
@@ -233,7 +236,7 @@ def test_a_method_that_knows_of_no_homes_is_refused(tmp_path: Path) -> None:
 def test_a_second_memory_that_is_too_small_is_told_with_what_is_at_home(tmp_path: Path) -> None:
     model = checkmate.in_file(Net(), tmp_path)
     step = checkmate.training_step(model, _optimizer(model), budget=BUDGET, host=f"file:{tmp_path}", host_budget="5 MB")
-    with pytest.raises(checkmate.HostError, match=r"there: .* of parameters, .* of states. Say host_budget="):
+    with pytest.raises(checkmate.HostError, match=r"there: 4.19 MB of parameters, 6.29 MB of states. Say host_budget="):
         step(X, Y, torch.tensor(1.0))
 
 
@@ -242,3 +245,27 @@ def test_a_model_in_a_file_without_a_second_memory_is_told_of_one(tmp_path: Path
     step = checkmate.training_step(model, _optimizer(model), budget=BUDGET)
     with pytest.raises(checkmate.InfeasibleBudget, match=r"Smallest budget .* in a file, .* no second memory: with host="):
         step(X, Y, torch.tensor(1.0))
+
+
+def test_without_host_budget_it_is_what_is_free_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nine tenths of it, beside what is at home there already; each sum is named where that is too little."""
+    where, free = f"file:{tmp_path}", 100 * 2**20
+    monkeypatch.setattr(available.shutil, "disk_usage", lambda folder: SimpleNamespace(free=free))
+
+    def stepped(accumulate: int) -> checkmate.TrainingStep:
+        model = checkmate.in_file(Net(), tmp_path)
+        options = {"host": where, "accumulate": accumulate, "time_limit": 0.5}
+        step = checkmate.training_step(model, _optimizer(model), budget=BUDGET, **options)
+        step(X, Y, torch.tensor(1.0))
+        return step
+
+    (plan,) = stepped(1).plans
+    blocks = 4096 * len(plan.problem.graph.values)  # which values may take more than their bytes
+    assert 0 <= (90 + 4) * 2**20 - plan.problem.host.budget <= blocks
+    free = 10 * 2**20
+    sums = "4.19 MB of parameters, 6.29 MB of states, 3.15 MB of sums of gradients"
+    with pytest.raises(checkmate.HostError, match=f"there: {sums}. Say host_budget='13.64 MB "):
+        stepped(2)
+    monkeypatch.setattr(ranks, "train_together", lambda: True)
+    with pytest.raises(checkmate.HostError, match="Ranks share a plan: say how many bytes each may take there"):
+        stepped(1)

@@ -186,7 +186,7 @@ def test_another_thread_is_told_that_a_step_runs_one_call_at_a_time(monkeypatch:
         ({"profile": None}, 'There is no profile None; there are "measure",'),
         ({"max_plans": "8"}, "max_plans is a whole number of plans, 1 at least, not '8'."),
         *(({"accumulate": n}, f"accumulate is a whole number of calls, 1 at least, not {n!r}") for n in ("2", 0, True)),
-        ({"host": "file:"}, "say how many bytes"),
+        ({"host": "/fast/disk"}, "Unknown second memory '/fast/disk'"),
         ({"host_budget": "1 GB", "host": "/fast/disk"}, "Unknown second memory '/fast/disk'"),
         ({"host_budget": "much"}, "much"),
         ({"rules": "keep"}, "not 'keep'."),
