@@ -217,7 +217,7 @@ def _max_batch(args: argparse.Namespace) -> int:
 def _fits(args: argparse.Namespace) -> int:
     if args.budget is not None:
         parse_budget(args.budget)
-    host = host_of(args)
+    own = {"host": host_of(args), "host_budget": None} if args.host_rate or args.host_one_link else {"host": None}
     from torch import optim
 
     from checkmate.profiling.data_sheets import device_named
@@ -233,7 +233,7 @@ def _fits(args: argparse.Namespace) -> int:
     step, positional, named = _example(args)
     optimizer = None if chosen is None else chosen(trained((step, positional, named)))
     with _on_its_batch(args):
-        found = fits(step, *positional, **_options(fits, args, optimizer=optimizer, host=host), **named)
+        found = fits(step, *positional, **_options(fits, args, optimizer=optimizer, **own), **named)
     _show(args, found.summary(), repr(found))
     return DONE if found.fits else REFUSED
 

@@ -143,6 +143,12 @@ class Solution:
         return self.cost / base - 1 if base > 0 else 0.0
 
     @property
+    def recomputation(self) -> float:
+        """The part of the overhead that is not spent waiting for a second memory, at least 0."""
+        base, moves = self.problem.keep_all_cost, self.plan is not None and self.plan.moves
+        return max(0.0, self.overhead - (self.waited / base if moves and base > 0 else 0.0))
+
+    @property
     def spent_on(self) -> str:
         """The parts of the overhead, in words."""
         if self.plan is not None and self.plan.started:

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any
 
 import torch
@@ -32,6 +33,7 @@ from checkmate.core.problem import Problem
 from checkmate.core.solution import Query, Solution
 from checkmate.devices import kind_of
 from checkmate.errors import BudgetError, CheckmateError
+from checkmate.host.homes import LEAST
 from checkmate.memory.available import available
 from checkmate.memory.cuda_allocator import EXPANDABLE, CudaAllocator, replay_steps
 from checkmate.memory.lives import Lives
@@ -40,10 +42,12 @@ from checkmate.profiling.data_sheets import Device, device_named
 from checkmate.sizes import FITS_TIME_LIMIT
 from checkmate.sizes.fits_page import NOT_ASKED, Fits, LargestSizes, MemoryOption
 from checkmate.sizes.memory_parts import as_plain, lives_of_plain, parts_of
-from checkmate.sizes.scaled_batch import scaled, size_of
+from checkmate.sizes.scaled_batch import amount_of, scaled, size_of
 from checkmate.sizes.search import AUTO, KEEP_ALL, ONE_FORWARD, Attempt, SizeSearch
 from checkmate.sizes.sized_steps import SizedProblems, SizedSteps, arguments_of
 from checkmate.sizes.stand_ins import StandIns, loss_of, trained, update_bytes
+from checkmate.solvers.common.incumbent import Clock, Task
+from checkmate.solvers.host.kept import keep_homes
 from checkmate.solvers.search.min_budget import min_budget
 from checkmate.solvers.solve import attempt, cheapest_split
 from checkmate.statusline import showing
@@ -59,8 +63,9 @@ PATIENCE = 20.0  # seconds to look for a first plan, which is mostly found in mu
 ANY_GAP, GAP = 1.0, 1e-3  # at which to stop
 HOST_BYTES = 64 * 10**9  # of a second memory beside a GPU that nobody has described
 HOST_SHARE = 0.8  # of the rate of its link that copies reach
-NAMES = ("recomputation", "with its loss in parts", "with a second memory")
-RECOMPUTATION, IN_PARTS, WITH_HOST = NAMES
+HOMES_SECONDS = 5.0  # for a better plan than the first of a step whose model is in a second memory
+NAMES = ("recomputation", "with its loss in parts", "with a second memory", "with its model in a second memory")
+RECOMPUTATION, IN_PARTS, WITH_HOST, WITH_HOMES = NAMES
 _HOW = {
     RECOMPUTATION: "by recomputation",
     IN_PARTS: "by recomputation, with its loss in parts",
@@ -76,6 +81,7 @@ def fits(
     budget: Bytes | None = None,
     make_batch: Callable[[int], Any] | None = None,
     host: Host | None = None,
+    host_budget: Bytes | None = None,
     everything: bool = False,
     time_limit: float = FITS_TIME_LIMIT,
     kernels: Kernels = "eager",
@@ -97,14 +103,16 @@ def fits(
         budget: bytes that the step may take, in place of the device's room.
         make_batch: gives the batch of a size, as for `checkmate.max_batch_size`; None: the first dimension that all
             tensors of the batch share is scaled.
-        host: a second memory; by default 64 GB of the memory of a GPU's host, at 80 % of what its link carries.
+        host: a second memory; by default 64 GB of the memory of a GPU's host, at 80 % of what its link carries, beside
+            what is at home there.
+        host_budget: bytes of the memory of a GPU's host in place of these, with what is at home there.
         everything: look at each way to take less, and for the largest batch, also where an earlier way fits.
         time_limit: seconds for all of it, after which no search begins that could be left out.
         kernels: of planned steps, as for `checkmate.compile`.
 
     Raises:
         ValueError: if there is no such device, or no such kernels.
-        BudgetError: if the device's memory is not known, and there is no ``budget``.
+        BudgetError: if the device's memory is not known, and there is no ``budget``; or a ``host_budget`` is none.
         Unsupported: if the step cannot be captured as one graph, or trains nothing; or if it is to be measured and has
             no data.
 
@@ -123,6 +131,11 @@ def fits(
     if isinstance(fn, TrainingStep):
         raise TypeError("checkmate.fits takes what gives the loss, and the optimizer, not a training step of both.")
     place = TargetDevice.of(device, budget, (fn, batch, named))
+    if host_budget is not None:
+        there = place.host(host)
+        if host is not None or there is None:
+            raise ValueError("host_budget= is for a GPU that device= names: else give host=checkmate.Host(...) alone.")
+        host = replace(there, budget=parse_budget(host_budget))
     with ExitStack() as stack, showing("looking whether it fits"), collecting_seldom():
         # Replace tensors by meta tensors if the step is for another device, and make it a whole training step.
         stand_ins = StandIns()
@@ -183,7 +196,9 @@ def fits(
         room=place.room,
         memory_bytes=place.memory_bytes,
         fits_plainly=plainly,
-        verdict=verdict(place, plain.peak, as_traced.keep_all_cost, ways, best, largest, held),
+        verdict=verdict(
+            place, plain.peak, as_traced.keep_all_cost, ways, best, largest, held, amount_of((batch, named))
+        ),
         code=line_of_code(fn, best, kernels, plainly=plainly, room=place.room),
         optimizer=f"{', '.join(type(one).__name__ for one in given)}{' (none was given)' if optimizer is None else ''}",
         plain=plain,
@@ -236,8 +251,9 @@ def verdict(
     best: MemoryOption | None,
     sizes: LargestSizes | None,
     held: Held,
+    amount: str,
 ) -> str:
-    """The verdict in a sentence."""
+    """The verdict in a sentence; ``amount``: of samples that an update is for, in words."""
     needs, room = format_bytes(plain_peak), format_bytes(place.room)
     if plain_peak <= place.room:
         takes = f"plain PyTorch takes about {needs}, and there is room for {room}{held.clause}"
@@ -253,8 +269,17 @@ def verdict(
             f"of any way is {format_bytes(least, up=True)}{smaller}."
         )
     # It fits planned: at which price.
-    again = f"{best.overhead:.1%} of it runs again" if best.overhead else "nothing runs twice"
     took, plain_took = format_seconds(best.seconds or 0.0), format_seconds(plain_seconds)
+    if best.name == WITH_HOMES and best.solution is not None:
+        memory, there = format_bytes(best.host_bytes or 0, up=True), format_bytes(best.solution.problem.homes_bytes)
+        speed, most = math.floor(100 * (best.speed or 0)) / 100, math.ceil(100 * (best.speed_bound or 1)) / 100
+        return (
+            f"It fits {place.name} with {memory} of {place.second_memory}, at {speed:.2f} of the speed of a device "
+            f"that holds it (no plan above {most:.2f}){held.condition}: {there} of parameters and states are at home "
+            f"there, and the step takes {format_bytes(best.peak or 0)} of the {room} that there is room for, where "
+            f"plain PyTorch takes about {needs}{held.clause}; it takes about {took} for {amount}."
+        )
+    again = f"{best.overhead:.1%} of it runs again" if best.overhead else "nothing runs twice"
     how = _HOW[best.name] if best.overhead or best.name != RECOMPUTATION else "as one whole step"
     return (
         f"It fits {place.name} {how}{held.condition}: planned, the step takes {format_bytes(best.peak or 0)} of the "
@@ -275,7 +300,8 @@ def line_of_code(
         return "none: take a smaller batch, a lower precision or another device"
     named = {**best.options} if kernels == "eager" else {**best.options, "kernels": f'"{kernels}"'}
     options = "".join(f", {option}={value}" for option, value in named.items())
-    return f'step = checkmate.training_step({name}, optimizer, budget="{written(room)}"{options})'
+    first = "checkmate.in_file(model, folder); " if "folder" in named.get("host", "") else ""
+    return f'{first}step = checkmate.training_step({name}, optimizer, budget="{written(room)}"{options})'
 
 
 def notes(
@@ -293,13 +319,15 @@ def notes(
         yield f"{IN_PARTS}: logits of a language model are computed for some rows after the others, with the same bits"
     if WITH_HOST in looked_at:
         yield f"{WITH_HOST}: values wait in the memory of the host until the backward reads them"
+    if WITH_HOMES in looked_at:
+        yield f"{WITH_HOMES}: parameters and states are there between updates, and here only while they are in use"
     yield f"costs: {problem.profile.source}"
     if place.is_gpu and place.device is not None:
         yield (
             "allocator holds: memory of the device that PyTorch's caching allocator has, by its rules, as nvidia-smi "
             "shows it beside CUDA's context: the step's tensors, and gaps between them that none of them fits"
         )
-    if WITH_HOST in looked_at and (there := place.host(host)) is not None:
+    if {WITH_HOST, WITH_HOMES} & looked_at and (there := place.host(host)) is not None:
         yield f"second memory: {there}{'' if host is not None else ' (assumed)'}"
     if make_batch is None and largest is not None:
         yield "sizes of the batch scale the first dimension that all its tensors share"
@@ -321,6 +349,11 @@ def ways_of(
     none that would go on beyond the deadline if it took as long as the longest before it.
     """
     there = place.host(host)
+    homes = homes_of(problem)
+    sizes = sum(problem.graph.values[v].size_bytes for v in homes)
+    with_homes = there if there is None or host is not None else replace(there, budget=there.budget + sizes)
+    can_be_there = with_homes is not None and 0 < sizes <= with_homes.budget
+    hopeless = problem.resident > place.budget and can_be_there and not everything  # with the model here
     ways: list[MemoryOption] = []
     known: MemoryOption | None = None  # the last way that was looked at
     longest = 0.0
@@ -333,14 +366,21 @@ def ways_of(
             why_not = "not looked at, for want of time"
         elif name == IN_PARTS and (problem.next_split is None or problem.next_split() is None):
             why_not = "no loss that would help"
-        elif name == WITH_HOST and there is None:
+        elif name in (WITH_HOST, WITH_HOMES) and there is None:
             why_not = "give host=checkmate.Host(...)"
+        elif name == WITH_HOMES and not can_be_there:
+            why_not = f"{format_bytes(sizes)} would be at home there" if sizes else "nothing of 1 MiB to be there"
+        elif name != WITH_HOMES and hopeless:
+            why_not = f"{format_bytes(problem.resident)} are here all the time"
         if why_not:
             ways.append(MemoryOption(name, {}, None, None, fits=False, why_not=why_not))
             continue
         one, options = replace(problem, next_split=None) if name == RECOMPUTATION else problem, {}
         if name == WITH_HOST and there is not None:
             one, options = problem.with_host(there), {"host_budget": f'"{written(there.budget)}"'}
+        if name == WITH_HOMES and with_homes is not None:
+            ways.append(model_there(problem.with_host(with_homes).with_homes(homes), place, known, seconds))
+            continue
         # The smallest budget: that of an earlier way will do, and a plan at the bound is often found where other
         # searches had no time.
         ends = min_budget(one, time_limit=seconds)
@@ -363,6 +403,50 @@ def ways_of(
         ways.append(known)
         longest = max(longest, time.perf_counter() - began)
     return ways
+
+
+def homes_of(problem: Problem) -> list[int]:
+    """The parameters, buffers and states that can be at home in a second memory, of 1 MiB at least each."""
+    graph, over = problem.graph, problem.graph.overwritten_by
+    return [
+        v
+        for v, value in enumerate(graph.values)
+        if value.producer is None and value.role != "input" and value.size_bytes >= LEAST and not graph.links
+        if graph.users[v] and v not in graph.outputs and (v not in over or v in graph.ops[over[v]].inputs)
+    ]
+
+
+def model_there(problem: Problem, place: TargetDevice, known: MemoryOption | None, seconds: float) -> MemoryOption:
+    """The way to have at home in a second memory what a problem has there, with a plan soon, and the linear bound."""
+    # The step, or its first split, which leaves more room for transfers: the better first plan, improved.
+    firsts = [
+        planned(replace(one, next_split=None), place.budget, PATIENCE) for one in islice(problem.splits_in_turn(), 2)
+    ]
+    solution = min(firsts, key=lambda first: first.cost)
+    if solution.plan is None:
+        solution = planned(problem, place.budget, PATIENCE)
+    elif solution.gap > GAP:
+        query = Query(solution.problem, place.budget, seconds=max(seconds, HOMES_SECONDS), gap=GAP, start=solution)
+        better = attempt(query, progress=False)
+        solution = better if better.plan is not None and better.cost < solution.cost else solution
+    smallest, ends = solution.peak, None  # how much lower it could be is not asked where there is a plan
+    if smallest is None:
+        ends = min_budget(problem, time_limit=seconds)
+        smallest, solution = ends.peak, planned(problem, ends.peak, PATIENCE)
+    smallest = min(smallest, (known and known.smallest) or smallest)
+    fits_here = solution.peak is not None and solution.peak <= place.budget
+    least = keep_homes(Task(solution.problem, solution.budget, Clock(PATIENCE)))[1]  # whatever is kept here
+    there = solution.second_memory.peak if solution.second_memory is not None else problem.homes_bytes
+    options = {"host_budget": f'"{format_bytes(there, up=True)}"'}
+    options |= {"device": '"cuda"'} if place.is_gpu else {"host": 'f"file:{folder}"'}
+    why_not, full = "" if solution.peak is not None else "no plan found in time", problem.keep_all_cost
+    return MemoryOption(
+        *(WITH_HOMES, options, smallest, None if ends is None else ends.bound, fits_here, solution),
+        *(place.reserved_for(solution), why_not),
+        host_bytes=there,
+        speed=full / solution.cost if solution.cost > 0 else 1.0,
+        speed_bound=min(1.0, full / least) if least > 0 else 1.0,
+    )
 
 
 def largest_sizes(
@@ -397,7 +481,7 @@ def largest_sizes(
     )
     checked = all(one.low is None or not one.is_open for one in searches)
     found = None if best.low is None else best.low.solution
-    seconds, overhead = (None, None) if found is None else (found.cost, max(0.0, found.overhead))
+    seconds, overhead = (None, None) if found is None else (found.cost, found.recomputation)
     return LargestSizes(given, **sizes, checked=checked, seconds=seconds, overhead=overhead)
 
 
@@ -431,6 +515,11 @@ class TargetDevice:
     profile: str  # where costs come from
     block_bytes: int  # unit of its allocator's sizes
     is_gpu: bool
+
+    @property
+    def second_memory(self) -> str:
+        """The memory beside it in a word."""
+        return "RAM" if self.is_gpu else "a file"
 
     @property
     def budget(self) -> int:

@@ -23,11 +23,14 @@ class MemoryOption:
     name: str
     options: dict[str, str]  # of `checkmate.training_step`, beside the budget
     smallest: int | None  # bytes of the smallest budget known; None: there is no such way, see ``why_not``
-    bound: int | None  # bytes: no plan takes less, proven
+    bound: int | None  # bytes: no plan takes less, proven; None: not asked
     fits: bool  # the smallest budget is within the room
     solution: Solution | None = field(default=None, repr=False, compare=False)  # at the room, or at its smallest budget
     reserved: int | None = None  # bytes that PyTorch's allocator would hold for it, by its rules; None: no GPU
     why_not: str = ""  # in words
+    host_bytes: int | None = None  # of a second memory that has the model, at the plan's peak there
+    speed: float | None = None  # then, as a share of that of a device which holds the step
+    speed_bound: float | None = None  # no plan is above, whatever is kept here between calls: proven for this loss
 
     @property
     def budget(self) -> int | None:
@@ -42,7 +45,7 @@ class MemoryOption:
     @property
     def overhead(self) -> float | None:
         """Recomputation as a share of the step that runs each op once."""
-        return None if self.peak is None or self.solution is None else max(0.0, self.solution.overhead)
+        return None if self.peak is None or self.solution is None else self.solution.recomputation
 
     @property
     def seconds(self) -> float | None:
@@ -52,6 +55,7 @@ class MemoryOption:
     def record(self) -> dict[str, Any]:
         """Its numbers and text as a dict."""
         names = ["name", "smallest", "bound", "fits", "budget", "peak", "overhead", "seconds", "reserved", "why_not"]
+        names += [] if self.host_bytes is None else ["host_bytes", "speed", "speed_bound"]
         about = {name: getattr(self, name) for name in names}
         return {**about, "splits": [*(self.solution.problem.splits if self.solution is not None else ())]}
 

@@ -32,6 +32,32 @@ def size_of(batch: Batch) -> int:
     return next(iter(sizes))
 
 
+def tokens_of(batch: Batch) -> int | None:
+    """The tokens of a batch of a language model: the elements of its first tensor, if that is a matrix of integers.
+
+    >>> tokens_of(((torch.ones(4, 16, dtype=torch.long),), {})), tokens_of(((torch.ones(4, 16),), {}))
+    (64, None)
+    """
+    first = next((t for t in tree_leaves(batch) if isinstance(t, torch.Tensor) and t.ndim), None)
+    is_text = first is not None and first.ndim == 2 and not (first.is_floating_point() or first.is_complex())
+    return first.numel() if first is not None and is_text and first.dtype is not torch.bool else None
+
+
+def amount_of(batch: Batch) -> str:
+    """The size of a batch in words.
+
+    >>> amount_of(((torch.ones(4, 2048, dtype=torch.long),), {})), amount_of(((torch.ones(1, 3),), {}))
+    ('8,192 tokens', '1 sample')
+    """
+    if (tokens := tokens_of(batch)) is not None:
+        return f"{tokens:,} tokens"
+    try:
+        size = size_of(batch)
+    except Unsupported:
+        return "this batch"
+    return f"{size:,} sample{'s' * (size != 1)}"
+
+
 def scaled(batch: Batch, size: int) -> Batch:
     """The batch with another size of the first dimension of all tensors, strides in proportion; data rows repeat.
 

@@ -23,6 +23,7 @@ from checkmate import BudgetError, Fits, Host, Unsupported, fits, max_batch_size
 from checkmate.core import simulator
 from checkmate.memory.cuda_allocator import EXPANDABLE
 from checkmate.profiling.data_sheets import DEVICES
+from checkmate.sizes import fits as sized
 from checkmate.sizes.fits import NAMES, Held, planned
 from checkmate.sizes.fits_page import NOT_ASKED
 from checkmate.sizes.scaled_batch import scaled
@@ -138,7 +139,8 @@ def test_smallest_budgets_are_those_of_min_budget(page: Fits) -> None:
     host = Host(64 * 10**9, 0.8 * 32e9, 0.8 * 32e9)
     ends = [min_budget(problem) for problem in (replace(page.problem, next_split=None), page.problem.with_host(host))]
     assert all(one.proven for one in ends)
-    recomputed, in_parts, there = page.ways
+    recomputed, in_parts, there, model_there = page.ways
+    assert model_there.why_not == "nothing of 1 MiB to be there"
     assert [(way.smallest, way.bound) for way in (recomputed, there)] == [(one.peak, one.bound) for one in ends]
     assert (in_parts.smallest, in_parts.why_not) == (None, "no loss that would help")
 
@@ -273,12 +275,79 @@ class Residual(nn.Module):
 def test_only_a_second_memory_makes_it_fit() -> None:
     with ON_META:
         model, batch = Residual(), (torch.ones(512, 32), torch.zeros(512, dtype=torch.long))
-    recomputed, _, there = fits(model, *batch, **_asked(budget=None, time_limit=60)).ways
+    recomputed, _, there, _ = fits(model, *batch, **_asked(budget=None, time_limit=60)).ways
     room = _between(there.smallest, recomputed.smallest)
     found = fits(model, *batch, **_asked(budget=room, time_limit=60))
     assert found.best.name == "with a second memory"
     assert "only with a second memory" in found.verdict
     assert 'host_budget="64 GB"' in found.code
+
+
+LARGE = 512  # a float32 matrix of so many rows and columns has 1 MiB
+FOUND = re.compile(
+    r"with (?P<ram>[\d.]+ MB) of (?P<where>RAM|a file), at (?P<speed>[\d.]+) of the speed of a device that holds it "
+    r"\(no plan above (?P<most>[\d.]+)\)"
+)
+
+
+def _large(**asked: Any) -> Fits:
+    """Layers whose parameters and states take more than there is room for."""
+    with ON_META:
+        model, x = nn.Sequential(*(nn.Linear(LARGE, LARGE) for _ in range(5))), torch.ones(64, LARGE)
+    return fits(model, x, **{"device": "rtx4090", "budget": "9 MB", "time_limit": 10, **asked})
+
+
+def test_its_model_in_a_second_memory_makes_it_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sized, "HOMES_SECONDS", 0.5)
+    found = _large()
+    best, steps = found.best, found.best.solution
+    assert (best.name, {way.why_not for way in found.ways[:3:2]}) == (NAMES[3], {"15.89 MB are here all the time"})
+    # What is at home: each matrix, and the two states of it.
+    problem = steps.problem
+    assert problem.homes_bytes == 3 * 5 * 4 * LARGE**2
+    assert {problem.graph.values[v].role for v in problem.homes} == {"parameter", "state"}
+    assert simulator.check_plan(steps.plan, problem, found.room) == []
+    # The verdict: bytes there, and the speed beside a device that holds all, which no other plan and no bound is above.
+    assert best.host_bytes == simulator.simulate(steps.plan, problem).host_peak >= problem.homes_bytes
+    assert best.speed == found.plain_seconds / steps.cost <= best.speed_bound <= 1
+    for kept in ((), [min(problem.homes)]):
+        other = checkmate.solve(problem.with_homes(problem.homes, kept), found.room, time_limit=0.5)
+        assert found.plain_seconds / other.cost <= best.speed_bound
+    said = FOUND.search(found.verdict)
+    assert said["where"] == "RAM"
+    assert checkmate.parse_bytes(said["ram"]) >= best.host_bytes
+    assert float(said["speed"]) <= best.speed <= best.speed_bound <= float(said["most"])
+    assert found.verdict.endswith(" for 64 samples.")
+    # The line of code.
+    made = Mock()
+    exec(found.code, {"checkmate": made, "loss_fn": 1, "optimizer": 2})
+    options = made.training_step.call_args.kwargs
+    assert (options["device"], checkmate.parse_bytes(options["host_budget"])) == (
+        "cuda",
+        checkmate.parse_bytes(said["ram"]),
+    )
+    assert found.records()[3]["speed_bound"] == best.speed_bound
+
+
+def test_a_second_memory_has_to_hold_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sized, "HOMES_SECONDS", 0.5)
+    little = _large(host_budget="15 MB")
+    assert not little.fits
+    assert little.ways[3].why_not == "15.73 MB would be at home there"
+    assert _large(host_budget="20 MB").best.host_bytes <= 20 * 10**6
+    # Beside a CPU it is a file.
+    there = Host(10**9, 1e9, 1e9)
+    beside_cpu = _large(device="laptop", host=there)
+    assert FOUND.search(beside_cpu.verdict)["where"] == "a file"
+    made, model = Mock(), object()
+    exec(beside_cpu.code, {"checkmate": made, "loss_fn": 1, "optimizer": 2, "model": model, "folder": "/disk"})
+    made.in_file.assert_called_once_with(model, "/disk")
+    assert made.training_step.call_args.kwargs["host"] == "file:/disk"
+    for asked in ({"host": there}, {"device": "laptop"}):
+        with pytest.raises(ValueError, match=r"host_budget= is for a GPU that device= names"):
+            _large(host_budget="1 GB", **asked)
+    with pytest.raises(BudgetError, match="much"):
+        _large(host_budget="much")
 
 
 def test_its_loss_in_parts_makes_it_fit() -> None:
@@ -334,7 +403,7 @@ def test_without_a_device_ops_are_measured_here() -> None:
     found = fits(model, x, y, budget="1 MB", everything=True, time_limit=30)
     assert found.device == "this machine's CPU"
     assert found.problem.profile.source.startswith("measured on cpu")
-    assert found.ways[2].why_not == "give host=checkmate.Host(...)"
+    assert [way.why_not for way in found.ways[2:]] == ["give host=checkmate.Host(...)"] * 2
     assert_same_bits(model.parameters(), before)
     assert 0 < found.room < found.memory_bytes
 
@@ -418,6 +487,7 @@ def test_the_command_answers_as_text_and_as_json(tmp_path: Path, monkeypatch: py
     assert (document["fits"], document["largest"]["given"], document["optimizer"]) == (True, 128, "SGD")
     assert shell(f"{asked} rtx4090 --budget 10kB", 1)[0].startswith("It does not fit NVIDIA GeForce RTX 4090")
     assert "There is no device 'abacus'. There are h100," in shell(f"{asked} abacus", 2)[1]
+    assert shell(f"{asked} rtx4090 --budget 10kB --host-budget 1kB", 1)[0].startswith("It does not fit NVIDIA")
     assert "torch.optim has no optimizer 'Newton'" in shell(f"{asked} t4 --optimizer Newton", 2)[1]
 
 
