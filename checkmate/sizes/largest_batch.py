@@ -22,6 +22,7 @@ class SizePoint:
     peak: int  # bytes
     gap: float  # (cost - bound) / cost: how much better another schedule of this size could be at most
     method: str
+    waited: float  # seconds of the step in which no op runs
     solution: Solution = field(repr=False, compare=False)
 
     @classmethod
@@ -30,8 +31,7 @@ class SizePoint:
         s = solution
         assert s.peak is not None
         throughput = size / s.cost if s.cost > 0 else float("inf")
-        overhead = max(0.0, s.overhead)  # below is rounding
-        return cls(size, throughput, s.cost, overhead, s.peak, s.gap, s.method, s)
+        return cls(size, throughput, s.cost, s.recomputation, s.peak, s.gap, s.method, s.waited, s)
 
     def record(self) -> dict[str, Any]:
         """Its numbers and text as a dict."""
@@ -55,6 +55,7 @@ class LargestBatch(Listed[SizePoint]):
     measured_peak: int | None  # bytes of the plan as it ran
     seconds: float  # spent
     ended: str  # "", "time limit" or "interrupted"
+    tokens: float | None = None  # of each sample, where the batch is text
 
     listed: ClassVar = "points"  # for `records`
     facts_width: ClassVar = 0  # as wide as they are
@@ -67,6 +68,7 @@ class LargestBatch(Listed[SizePoint]):
     def summary(self) -> dict[str, Any]:
         """The answer without its plans, for JSON."""
         names = ["size", "budget", "max_overhead", "keep_all", "next_size", "cut_short", "measured_peak", "seconds"]
+        names += [] if self.tokens is None else ["tokens"]
         best = {name: None if point is None else point.record() for name, point in self.baselines.items()}
         about = {name: getattr(self, name) for name in [*names, "ended"]}
         return {**about, "points": self.records(), "fastest": self.fastest.record(), "baselines": best}
@@ -88,7 +90,8 @@ class LargestBatch(Listed[SizePoint]):
             more = "; its search was cut short" if "checkpoint-all" in self.cut_short else ""
             yield "keep all", f"{self.keep_all}, so {self.size / self.keep_all:.2f} times as large{more}"
         fast = self.fastest
-        yield "fastest", f"{fast.size}: {fast.throughput:.4g} samples/s, {fast.overhead:+.1%} recomputation"
+        tokens = "" if self.tokens is None else f", {fast.throughput * self.tokens:.4g} tokens/s"
+        yield "fastest", f"{fast.size}: {fast.throughput:.4g} samples/s{tokens}, {fast.overhead:+.1%} recomputation"
         for name, point in self.baselines.items():
             more = "; its search was cut short" if name in self.cut_short else ""
             yield name, f"{'plans no size' if point is None else point.size}{more}"
@@ -98,7 +101,12 @@ class LargestBatch(Listed[SizePoint]):
         yield "found in", f"{format_seconds(self.seconds)}{ended}"
 
     def _tables(self) -> Iterator[Table]:
-        yield table(_COLUMNS, self.points)
+        size, samples, step, *others = _COLUMNS
+        tokens, text = self.tokens, []
+        if tokens is not None:
+            text = [Column("tokens/s", lambda point: f"{point.throughput * tokens:.4g}", str)]
+        waits = [Column("waits", "waited", format_seconds)] if any(point.waited for point in self.points) else []
+        yield table([size, samples, *text, step, *waits, *others], self.points)
 
 
 _COLUMNS = (

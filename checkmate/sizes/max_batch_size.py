@@ -25,6 +25,7 @@ from checkmate.errors import InfeasibleBudget, Unsupported
 from checkmate.profiling.source import Choice
 from checkmate.sizes import LARGEST, TIME_LIMIT
 from checkmate.sizes.largest_batch import LargestBatch, SizePoint
+from checkmate.sizes.scaled_batch import tokens_of
 from checkmate.sizes.search import (
     AUTO,
     KEEP_ALL,
@@ -129,7 +130,9 @@ def max_batch_size(
         search.find(steps if measure else None)
         search.compare(names)
         search.draw()
-    return search.result()
+    found = search.result()
+    tokens = tokens_of(steps.make(found.size)[1])
+    return found if tokens is None else replace(found, tokens=tokens / found.size)
 
 
 @dataclass
@@ -147,6 +150,7 @@ class _Search:
     measured: int | None = None  # bytes of the answer as it ran
     kept: Attempt | None = None  # the largest size that keeps all
     kept_in_time: bool = True  # its search came to its end
+    has_homes: bool = False  # parameters are at home in a second memory, and no plan keeps all here
     best: Attempt | None = None
     beyond: Attempt | None = None  # the smallest size that does not fit
     baselines: dict[str, SizePoint | None] = field(default_factory=dict)
@@ -175,7 +179,8 @@ class _Search:
 
     def note(self, attempt: Attempt) -> None:
         verdict = "fits" if attempt.fits else "does not fit" if attempt.refuted else "no plan found"
-        again = f", {max(0.0, attempt.solution.overhead):.1%} recomputed" if attempt.solution.plan else ""
+        again = f", {attempt.solution.recomputation:.1%} recomputed" if attempt.solution.plan else ""
+        again += f", {attempt.point.throughput:.4g} samples/s" if attempt.fits else ""
         self.last = f"size {attempt.size} {verdict}"
         log.info("size %d: %s%s", attempt.size, verdict, again)
 
@@ -193,7 +198,8 @@ class _Search:
             if self.interrupted:
                 self.best = self.kept
                 return
-            search = self._search_sizes(AUTO, SHARES["largest"], low=self.kept)
+            self.has_homes = kept.has_homes
+            search = self._search_sizes(AUTO, SHARES["largest"], low=None if self.has_homes else self.kept)
             if search.low is None:
                 assert search.high is not None
                 raise self._refusal(search.high)
@@ -272,16 +278,18 @@ class _Search:
                 continue
             search = self._search_sizes(name, share)
             self.baselines[name] = None if search.low is None else search.low.point
-            if search.low is not None and search.low.size > self.answer.size:  # it had time that ours had not
-                self.best = search.low
-                if self.beyond is not None and self.beyond.size <= search.low.size:
+            found = None if self.has_homes else search.low  # which may have had time that ours had not
+            if found is not None and found.size > self.answer.size:
+                self.best = found
+                if self.beyond is not None and self.beyond.size <= found.size:
                     self.beyond = None
             if search.interrupted or not search.in_time:
                 self.cut_short.append(name)
 
     def draw(self) -> None:
         """Plan sizes up to the answer, each from the plan of the next larger one."""
-        self.points = {one.size: one.point for one in (self.answer, self.kept) if one is not None}
+        kept_plan = None if self.has_homes else self.kept
+        self.points = {one.size: one.point for one in (self.answer, kept_plan) if one is not None}
         kept = 0 if self.kept is None else self.kept.size
         try:
             for size in reversed(spread_sizes(self.smallest, kept, self.answer.size, POINTS)):

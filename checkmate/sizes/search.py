@@ -57,13 +57,15 @@ def most_seconds(problem: Problem, max_overhead: Overhead) -> float:
 
 
 def is_within(solution: Solution, cap: float) -> bool:
-    """Tell whether a plan takes at most this many seconds, up to rounding."""
-    return solution.plan is not None and solution.cost <= cap * (1 + SUM_ROUNDING)
+    """Tell whether a plan takes at most this many seconds, up to rounding; waits for what is at home do not count."""
+    waited = solution.waited if solution.problem.homes else 0.0
+    return solution.plan is not None and solution.cost - waited <= cap * (1 + SUM_ROUNDING)
 
 
 def is_beyond(solution: Solution, cap: float) -> bool:
     """Tell whether it is proven that no schedule takes so few seconds, beyond the tolerance of solvers."""
-    return solution.status is Status.INFEASIBLE or solution.bound > cap * (1 + OPTIMAL_GAP)
+    is_dear = solution.bound > cap * (1 + OPTIMAL_GAP) and not solution.problem.homes
+    return solution.status is Status.INFEASIBLE or is_dear
 
 
 def plan_within(
@@ -94,7 +96,7 @@ def _plan_one(problem: Problem, budget: int, cap: float, *, time_limit: float, s
     if budget < problem.unavoidable_bytes.max():
         return Solution(Status.INFEASIBLE, problem, budget, "auto", bound=math.inf)
     deadline = time.perf_counter() + time_limit
-    left, bound = time_limit, problem.keep_all_cost
+    left, bound = time_limit, 0.0 if problem.homes else problem.keep_all_cost  # 0.0: any plan will do at first
     while True:
         # A solve ends at a gap of costs. With a bound b, a plan of cost c <= cap has a gap of at most 1 - b / cap: once
         # that is closed, there is nothing more to find.
@@ -148,6 +150,7 @@ class SizeSearch:
     low: Attempt | None = None
     high: Attempt | None = None
     interrupted: bool = False  # by Ctrl-C
+    has_homes: bool = False  # parameters are at home in a second memory: only "auto" plans the step so
     hint: int | None = None  # a size to try first
     widths: list[int] = field(default_factory=list)  # of the sizes left, once there are a low and a high
 
@@ -176,10 +179,13 @@ class SizeSearch:
     def attempt(self, size: int) -> Attempt:
         """Try a size; a plan of the largest that fits may be where its search starts."""
         problem = self.problems(size)
+        self.has_homes |= bool(problem.homes)
+        if self.method != AUTO:  # others know of nothing at home elsewhere: they have all of it here
+            problem = problem.with_homes(())
         cap = most_seconds(problem, self.max_overhead)
         start = None if self.low is None else as_start(self.low.solution, problem)
         seconds = min(self.try_seconds, max(0.05, self.deadline - time.perf_counter()))
-        if self.method == AUTO and problem.keep_all_peak > self.budget:
+        if self.method == AUTO and (problem.homes or problem.keep_all_peak > self.budget):
             solution = plan_within(problem, self.budget, cap, time_limit=seconds, start=start)
         else:
             method = KEEP_ALL if self.method == AUTO else self.method

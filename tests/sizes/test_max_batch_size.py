@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 
 import checkmate
 from benchmarks.networks.dags import unit_chain
-from checkmate import HostError, InfeasibleBudget, LargestBatch, Unsupported, max_batch_size, trace
+from checkmate import Host, HostError, InfeasibleBudget, LargestBatch, Problem, Unsupported, max_batch_size, trace
 from checkmate.capture.number_inputs import NotFree
 from checkmate.core import simulator
 from checkmate.sizes.max_batch_size import BASELINES
@@ -249,6 +250,44 @@ def test_ctrl_c_gives_the_best_so_far(monkeypatch: pytest.MonkeyPatch, on_paper:
     assert found.fastest.throughput > 0
     with pytest.raises(KeyboardInterrupt):
         _search(12)
+
+
+def _at_home(n: int) -> Problem:
+    """A step of n samples whose two parameters, with a state each, are at home elsewhere, by links of 40 B/s."""
+    parameters = [(40, [0], 4), (40, [1, 2], 5), (80, [], 4), (80, [], 5)]
+    step = Problem.from_dag(
+        [[], [0], [1, 0], [1], [2], [3]],
+        seconds=[0.1 * n] * 6,
+        sizes=[n, n, n, n, 0, 0],
+        outputs=[1],
+        forward=2,
+        parameters=parameters,
+    )
+    return step.with_host(Host(1000, send=40.0, fetch=40.0)).with_homes([6, 7, 8, 9])
+
+
+def test_larger_batches_are_faster_where_the_model_is_at_home_elsewhere(
+    monkeypatch: pytest.MonkeyPatch, on_paper: None
+) -> None:
+    """Sizes with all of it here are those of other methods; waits are no recomputation, and count under no cap."""
+    monkeypatch.setattr("checkmate.sizes.sized_steps.traced", lambda _, batch, *__: _at_home(len(batch[0])))
+    tokens = lambda n: torch.zeros(n, 8, dtype=torch.long)  # noqa: E731
+    for budget, baselines in ((150, False), (300, ["next-use"])):
+        found = _search(budget, make_batch=tokens, baselines=baselines, largest=200)
+        assert _at_home(found.size + 1).unavoidable_bytes.max() > budget >= found.solution.peak
+        assert all(point.solution.problem.homes and point.overhead <= 1 for point in found)
+        speeds = [point.throughput for point in found]
+        assert found.fastest.throughput == max(speeds) > 2 * speeds[0]
+        assert found[0].waited > found[0].seconds / 2
+        assert found.keep_all == max((n for n in range(200) if _kept(n) <= budget), default=None)
+        # A sample has eight tokens.
+        assert (found.tokens, found.summary()["tokens"]) == (8, 8)
+        assert f"{found.fastest.size}: {max(speeds):.4g} samples/s, {8 * max(speeds):.4g} tokens/s" in repr(found)
+        assert re.search(r"size +samples/s +tokens/s +step +waits +recomputed", repr(found))
+
+
+def _kept(n: int) -> int:
+    return _at_home(n).with_homes(()).keep_all_peak
 
 
 @pytest.mark.slow
