@@ -78,6 +78,7 @@ class Call:
     is_over: str = ""  # why nothing can be had from it any more
     host_bytes: int = 0
     host_peak: int = 0
+    home_bytes: int = 0
     sent: int = 0
     fetched: int = 0
     waited: float = 0.0  # seconds
@@ -100,6 +101,7 @@ class Call:
         """Note a value with a home."""
         self.store.adopt(v, home)
         self.homes[v] = adopted
+        self.home_bytes += home.nbytes
         self.take(v, home.nbytes)
 
     def present(self, v: int, tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
@@ -174,6 +176,7 @@ class SecondMemory:
         self.budget, self.device, self._cache = budget, device, cache
         self._calls = 0  # calls that ended with their backward
         self._last = (0, 0, 0, 0.0)  # of the call that ended last: there, sent, fetched, waited
+        self._at_home = 0  # bytes of it
         self._free: list[Store] = []
         self._used: set[Store] = set()
         self.left: deque[Call] = deque()  # calls to be ended
@@ -184,7 +187,7 @@ class SecondMemory:
         """The use of this memory in the last call."""
         with self._books:
             taken = sum(store.capacity for store in (*self._free, *self._used))
-            return HostUse(self.where, *self._last, taken, self._calls, len(self._used))
+            return HostUse(self.where, *self._last, taken, self._calls, len(self._used), self._at_home)
 
     def host(self, graph: Graph, there: int = 0) -> Host:
         """Describe it for a planner, or raise a `HostError`; its links are measured once.
@@ -257,6 +260,7 @@ class SecondMemory:
             if why == HAS_RUN:
                 self._calls += 1
                 self._last = (call.host_peak, call.sent, call.fetched, call.waited)
+                self._at_home = call.home_bytes
         has_homes = bool(call.homes)
         call.homes.clear()
         if failed is not None and has_homes:

@@ -68,6 +68,9 @@ class Explanation(Printed):
         yield "smallest", f"{format_bytes(smallest.peak, up=True)} ({proven})"
         yield from (("in parts", text) for text in smallest.splits)
         yield "resident", f"{format_bytes(self.problem.resident)} of parameters, buffers and inputs"
+        if self.problem.homes:
+            homes = f"{format_bytes(self.problem.homes_bytes)} in the second memory"
+            yield "at home", f"{homes}, here only while in use; keeping all, they are here all the time"
         if over := sum(map(bool, self.problem.savings)):
             plain = replace(self.problem, profile=replace(self.problem.profile, ways=()))
             saved = plain.keep_all_peak - self.problem.keep_all_peak

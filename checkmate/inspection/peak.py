@@ -295,7 +295,10 @@ def _held(
     elif span.role == "results":
         why_not = "a result of the step"
     elif at_home:
-        why_not = "at home in the second memory"
+        ran = {other.op for other in line.moments[: moment.index]}
+        sent = any(use.item == span.value and use.lane == "sent" for use in line.crossings if use.after < moment.index)
+        is_old = graph.overwritten_by.get(span.value) in ran and not sent
+        why_not = "its copy at home is old" if is_old else "at home in the second memory"
     elif use is not None:
         # The first of the ops that cannot run again just before the next use.
         ran = {other.op for other in line.moments[:use]}

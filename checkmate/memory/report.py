@@ -33,6 +33,7 @@ class HostUse:
     taken: int  # of the second memory, now
     calls: int  # ended since it was compiled
     pending: int  # calls whose backward may still come
+    homes: int = 0  # of the peak: parameters, states and sums of the call that are at home there
 
 
 @dataclass(frozen=True, repr=False)
@@ -49,7 +50,8 @@ class ArenaReport(Printed):
         if self.rows:
             yield table(_ARENAS, self.rows)
         if self.second_memories:
-            yield table(_HOSTS, self.second_memories)
+            at_home = [Column("at home", "homes", format_bytes)] * any(use.homes for use in self.second_memories)
+            yield table([*_HOSTS[:2], *at_home, *_HOSTS[2:]], self.second_memories)
 
 
 _ARENAS = (

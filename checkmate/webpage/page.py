@@ -190,7 +190,7 @@ def page_data(
         "values": {
             "name": [texts[value.name] for value in graph.values],
             "bytes": sizes,
-            "producer": [value.producer for value in graph.values],
+            "producer": [graph.first_op(v) if v in problem.homes else o.producer for v, o in enumerate(graph.values)],
         },
         "moments": {
             "op": [moment.op for moment in line.moments],

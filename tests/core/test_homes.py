@@ -19,9 +19,11 @@ from checkmate.core.simulator import check_plan, cost, simulate, without_idle_va
 from checkmate.core.solution import Solution, Status
 from checkmate.core.timing import timing
 from checkmate.errors import InvalidProblem
+from checkmate.inspection.peak import explain_peak
 from checkmate.inspection.timeline import timeline
 from checkmate.solvers.solve import solve
 from tests.support.all_plans import cheapest_plan, random_problem_with_homes
+from tests.support.by_hand import solution_of
 from tests.support.sampling import in_turn, long
 
 # op 0 reads w0 and the frozen w1; op 1 makes a gradient; op 2 updates w0 by it and a state w2; op 3 reads w0 anew
@@ -100,6 +102,16 @@ def test_a_kept_copy_is_here_from_call_to_call_and_written_back() -> None:
     assert simulate(freed, large).bytes_at == (16, 19, 19, 16)
     line = timeline(freed, large)
     assert (line.bytes.tolist(), sum(line.by_role().values()).tolist()) == ([16, 19, 19, 16], [16, 19, 19, 16])
+
+
+def test_the_peak_says_whose_copy_at_home_is_old() -> None:
+    """At op 3, which takes most here, w2 has been overwritten and is not sent yet; w1 was fetched anew."""
+    roomy = replace(HOMES.profile, workspace_bytes=np.array([0, 0, 0, 9]))
+    late = Plan((*PLAN.steps[:12], Fetch(W1), Wait(W1), Run(3), Free(0), Free(W1), Send(W2), *PLAN.steps[15:]), 6)
+    solution = solution_of(replace(HOMES, profile=roomy), plan=late)
+    held = {row.name: row.why_not for row in explain_peak(solution, prices=False)}
+    assert (held["w2"], held["w1"]) == ("its copy at home is old", "at home in the second memory")
+    assert held["w0"] == "being sent"
 
 
 # What is planted, and the fault that names it.

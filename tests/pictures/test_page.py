@@ -50,6 +50,15 @@ def _written(name: str) -> str:
     return name.replace(HOSTILE[5], r"\u202eback\u2028line\x00\ud800")
 
 
+def test_what_is_at_home_elsewhere_is_in_the_column_of_its_first_reader(tmp_path: Path) -> None:
+    step = Problem.from_dag([[], [0]], [1, 1], [4, 4], parameters=[(8, [0], None), (8, [1], None)])
+    there = step.with_host(checkmate.Host(100, send=8.0, fetch=8.0)).with_homes([2, 3], kept=[3])
+    data = _data(checkmate.report(checkmate.solve(there, 40, time_limit=1), tmp_path / "page.html"))
+    assert data["values"]["producer"] == [0, 1, 0, 1]
+    assert {value for value, *_ in data["kept"]} >= {3}
+    assert data["links"]["memory"]["bytes"] == [16, 16]
+
+
 def _hostile() -> Solution:
     """A chain whose names, targets and places would run something, if a page let them."""
     chain, words = dags.unit_chain(4), [*HOSTILE, *HOSTILE]

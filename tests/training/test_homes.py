@@ -105,6 +105,10 @@ def test_same_numbers_within_the_bytes(name: str, way: str, tmp_path: Path) -> N
 
     step, found = assert_as_plain(train, budget=BUDGET, host=f"file:{tmp_path}", host_budget="100 MB")
     assert len(homes[0]) >= 4
+    (use,) = step.memory().second_memories
+    assert use.homes <= use.peak
+    assert use.homes == step.plans[-1].problem.homes_bytes
+    assert "at home" in str(step.memory())
     assert [{*where} for where in homes] == [{"in a file"}, {"in memory"}]
     firsts = 1 + options.get("accumulate", 1)  # steps in which small states and sums come to be
     assert all(plan.peak <= parse_bytes(BUDGET) and plan.problem.homes for plan in step.plans)

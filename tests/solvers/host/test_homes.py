@@ -16,6 +16,7 @@ from checkmate.core.schedule import Schedule
 from checkmate.core.simulator import check_plan
 from checkmate.core.timing import timing
 from checkmate.inspection.difference import diff
+from checkmate.inspection.explanation import Explanation, pinned_ops
 from checkmate.inspection.peak import explain_peak
 from checkmate.solvers.catalogue import METHODS
 from checkmate.solvers.common.fetches import MustBeBack, place_transfers, plain_events, sendable, with_fetches
@@ -209,6 +210,8 @@ def test_what_a_person_asks_of_such_a_plan() -> None:
     assert now == keep_homes(Task(kept, 24))[1] >= here == keep_homes(Task(kept, 32))[1]
     assert there == keep_homes(Task(kept.with_host(Host(116, send=4.0, fetch=4.0)), 24))[1]
     assert f"would be {1 - here / now:.1%} less with 8 B more here, 0.0% less with 16 B more there" in str(more)
+    text = str(Explanation(pinned_ops(kept), (), "", kept, min_budget(kept)))
+    assert "at home    24 B in the second memory, here only while in use" in text
     record = solution_record(small)["second_memory"]
     assert (record["homes"], record["kept"], record["sent"], record["fetched"]) == (24, 4, 24, sum(moved))
 
