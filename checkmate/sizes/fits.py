@@ -328,7 +328,8 @@ def notes(
             "shows it beside CUDA's context: the step's tensors, and gaps between them that none of them fits"
         )
     if {WITH_HOST, WITH_HOMES} & looked_at and (there := place.host(host)) is not None:
-        yield f"second memory: {there}{'' if host is not None else ' (assumed)'}"
+        beside = ", beside what is at home there" * (WITH_HOMES in looked_at)
+        yield f"second memory: {there}{'' if host is not None else f' (assumed{beside})'}"
     if make_batch is None and largest is not None:
         yield "sizes of the batch scale the first dimension that all its tensors share"
 
