@@ -338,7 +338,8 @@ class _Compilation:
             reach = (reach, updates and updates.reach)
             unread = made + step_problem.unread_bytes(reach, [*inputs, *held], device, block_bytes)
             allocated = 0 if fakes else allocated_on(device) or 0
-            return lambda read: max(read + unread, allocated)
+            beside = step_problem.bytes_elsewhere([*inputs, *held], updates) if allocated else 0
+            return lambda read: max(read + unread, allocated + beside)
 
         here = in_all(self.inputs, self.call.reach)
         limit = self._find_budget(module.graph, device, fakes=fakes)

@@ -97,6 +97,15 @@ def is_at_home(held: Held) -> bool:
     return held.nbytes >= LEAST and home_of(held.parameter) is not None
 
 
+def bytes_elsewhere(tensors: Iterable[Any], updates: Updates | None) -> int:
+    """Bytes of a whole step that are not allocated when it begins: at home elsewhere, or made by the first update."""
+    if updates is None:
+        return 0
+    homes = {home for t in tensors if isinstance(t, torch.Tensor) and (home := home_of(t)) is not None}
+    of_updates = (held.nbytes for held in updates.held if is_at_home(held) or held.get() is None)
+    return sum(home.nbytes for home in homes) + sum(of_updates)
+
+
 def homes_of(joint: Joint, in_files: Collection[int]) -> frozenset[int]:
     """The inputs that are in a file, by their positions in what was traced, and states and sums at home."""
     inputs = {v for v, value in enumerate(joint.graph.values) if value.producer is None} - {*joint.graph.outputs}
