@@ -176,3 +176,10 @@ def test_a_second_memory_that_is_too_small_is_told_with_what_is_at_home(tmp_path
     step = checkmate.training_step(model, _optimizer(model), budget=BUDGET, host=f"file:{tmp_path}", host_budget="5 MB")
     with pytest.raises(checkmate.HostError, match=r"there: .* of parameters, .* of states. Say host_budget="):
         step(X, Y, torch.tensor(1.0))
+
+
+def test_a_device_that_is_no_accelerator_is_refused() -> None:
+    model = Net()
+    for device in ("cpu", "meta", "nonsense"):
+        with pytest.raises(ValueError, match=f"device='{device}' is no accelerator of this machine"):
+            checkmate.training_step(model, _optimizer(model), budget=BUDGET, host_budget="1 GB", device=device)
