@@ -8,11 +8,13 @@ Whatever is not the CPU has run on simulated devices only, and on no hardware.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import hashlib
 import logging
 import mmap
 import os
 import platform
+import weakref
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -67,7 +69,9 @@ class Kind:
         return free, total
 
     def pin(self, nbytes: int) -> torch.Tensor:
-        """Host memory that the device reads and writes by itself, (nbytes,) uint8.
+        """Host memory that the device reads and writes by itself, (nbytes,) uint8, for as long as its storage lives.
+
+        No copy to or from it may be under way when that ends.
 
         Raises:
             HostError: if the host does not give so much, or it cannot be pinned.
@@ -78,9 +82,6 @@ class Kind:
             raise HostError(
                 f"{exact_bytes(nbytes)} of the host's memory cannot be pinned: {error}. Give a smaller host_budget."
             ) from error
-
-    def unpin(self, memory: torch.Tensor) -> None:
-        """Release such memory once no copy to or from it is under way."""
 
 
 class _Cpu(Kind):
@@ -120,13 +121,14 @@ class _Cuda(Kind):
     def pin(self, nbytes: int) -> torch.Tensor:
         """Pin to the byte: PyTorch's own pool of pinned memory rounds up to powers of two."""
         try:
-            memory = torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8)
+            array = (ctypes.c_char * nbytes).from_buffer(mmap.mmap(-1, nbytes))
         except OSError as error:
             raise HostError(
                 f"The host does not give {exact_bytes(nbytes)}: {error.strerror}. Give a smaller host_budget."
             ) from error
         log.info("Pinning %s of the host's memory, once.", format_bytes(nbytes))
-        status = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), nbytes, 0)
+        cudart, address = torch.cuda.cudart(), ctypes.addressof(array)
+        status = cudart.cudaHostRegister(address, nbytes, 0)
         if int(status) != 0:
             with contextlib.suppress(RuntimeError):  # CUDA keeps the error for the next kernel: here for this one
                 torch.zeros(1, device="cuda")
@@ -134,10 +136,8 @@ class _Cuda(Kind):
                 f"{exact_bytes(nbytes)} of the host's memory cannot be pinned: CUDA error {int(status)}. Give a "
                 "smaller host_budget, or raise the limit of locked memory (ulimit -l)."
             )
-        return memory
-
-    def unpin(self, memory: torch.Tensor) -> None:
-        torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
+        weakref.finalize(array, cudart.cudaHostUnregister, address).atexit = False  # the tensor holds the array
+        return torch.frombuffer(array, dtype=torch.uint8)
 
 
 CUDA = _Cuda()

@@ -78,6 +78,7 @@ def traced(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any
 
     try:
         with _tracing(fn, args, kwargs, options):
+            args, kwargs = fn.batch((args, kwargs)) if isinstance(fn, TrainingStep) else (args, kwargs)
             _cache_of(fn, options, taken)(*args, **kwargs)
     except Exception as error:
         if not problems and not isinstance(error, _Captured):  # with a problem, it is `_Captured` explained by Dynamo
@@ -162,6 +163,7 @@ def _tracing(fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any], options: O
         stack.enter_context(drawing_nothing())
         if isinstance(fn, TrainingStep):
             stack.enter_context(fn.as_captured())
+            stack.enter_context(fn.on_device())
         if not isinstance(costs, Measure) and any(t.device.type != "cpu" for t in fakes):
             capability = costs.capability if isinstance(costs, Device) else None
             on_cuda = capability is not None and stack.enter_context(as_on_cuda(capability))

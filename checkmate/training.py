@@ -11,7 +11,7 @@ import functools
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -26,13 +26,15 @@ from checkmate.backends.tensor_state import modules_within
 from checkmate.capture.sharded.shards import is_shard
 from checkmate.compiler import CompiledStep, Planned, new_backend, refuse_what_is_no_step
 from checkmate.errors import Unsupported
-from checkmate.torch_internals.trees import tree_map_only
+from checkmate.host import is_stand_in
+from checkmate.torch_internals.trees import tree_leaves, tree_map_only
 from checkmate.torch_internals.versions import is_tried
 from checkmate.updates import averaging
 from checkmate.updates.all_reduce import as_their_modules, exchange_of, refuse_special, stand_aside, wrapped_in
 from checkmate.updates.gradients import Clipping, Sums, checked_scaler
 from checkmate.updates.insert import Insert
 from checkmate.updates.optimizers import checked, parameters_of, refuse_hooks
+from checkmate.updates.placement import Placement, checked_device
 from checkmate.updates.updates import Updates
 from checkmate.verification.compare import compare_whole
 
@@ -52,6 +54,7 @@ def training_step(
     process_group: Any = False,
     gradients: bool = False,
     alone: bool = False,
+    device: torch.device | str | None = None,
     **options: Unpack[CompileOptions],
 ) -> TrainingStep:
     """Make a whole training step that stays within a budget of bytes, with the numbers of plain PyTorch, bit for bit.
@@ -60,6 +63,9 @@ def training_step(
     for all of it, the optimizer's state included: nothing has to be reserved. Each parameter is updated as soon as its
     gradient is there and nothing of the step reads it any more; its gradient is free then. Settings of the optimizer
     hold from the next call on, whoever sets them; `state_dict` and `load_state_dict` are those of plain training.
+
+    With ``device`` the model and the optimizer's state are at home on the CPU, and the step runs on that device. Within
+    a call they are there as far as its plan needs them, and between calls ordinary tensors on the CPU.
 
     The page docs/train.md says how gradients are clipped, accumulated, scaled and averaged, docs/options.md what each
     option means, and docs/ecosystem.md how ranks train together.
@@ -135,11 +141,31 @@ def training_step(
     is_one_call = accumulate == 1 and updates.scaling is None and updates.average is None
     if asked.verify and not is_one_call:
         raise ValueError("verify=True compares one call and its update, without accumulate, scaler or ema.")
+    if device is not None:
+        asked = _placed(device, updates, loss_fn, asked, has_shards=has_shards)
     if asked.verify and asked.kernels == "fused":
         raise ValueError('verify=True compares with plain PyTorch, whose bits kernels="fused" does not promise.')
     can_compare = is_one_call and asked.kernels != "fused"
     verify = not is_tried() and can_compare if asked.verify is None else asked.verify
     return TrainingStep(loss_fn, updates, accumulate, replace(asked, verify=verify))
+
+
+def _placed(
+    device: torch.device | str, updates: Updates, loss_fn: Callable[..., Any], asked: Options, *, has_shards: bool
+) -> Options:
+    """Have a model on the CPU run on a device, or say why it cannot; give the options that hold then."""
+    there = checked_device(device)
+    refused = [
+        ("ranks that train together", has_shards or updates.exchange or wrapped_in(modules_within(loss_fn))),
+        ("ema=", updates.average),
+        ("overlap=True", asked.overlap),
+        ("verify=True, for which a plain step would have to fit there,", asked.verify),
+    ]
+    for option, given in refused:
+        if given:
+            raise Unsupported(f"device={str(there)!r} is not planned with {option}: leave out one of them.")
+    updates.place = Placement(there, functools.partial(modules_within, loss_fn), updates.optimizers, updates.sums)
+    return replace(asked, verify=False, host=asked.host or "pinned")
 
 
 class TrainingStep(Planned):
@@ -179,6 +205,14 @@ class TrainingStep(Planned):
     def inserts(self) -> Insert:
         """Insert the updates into a captured ``loss_fn`` for the backend that captures it."""
         return Insert(self._updates)
+
+    def on_device(self) -> AbstractContextManager[None]:
+        """Within the block, have a model that is at home on the CPU where its step runs."""
+        return nullcontext() if self._updates.place is None else self._updates.place.on_device()
+
+    def batch(self, arguments: Any) -> Any:
+        """The arguments of a call, where the step runs."""
+        return arguments if self._updates.place is None else self._updates.place.batch(arguments)
 
     def as_captured(self) -> AbstractContextManager[None]:
         """Within the block, keep a ``loss_fn`` wrapped for several ranks to its captured graph."""
@@ -239,8 +273,9 @@ class TrainingStep(Planned):
         """
         if self._count():
             self._added = 0
-            self._updates.begin()
-            self._updates.finish()
+            with self.on_device():
+                self._updates.begin()
+                self._updates.finish()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the step: update parameters, or accumulate gradients, and give ``loss_fn``'s result, detached."""
@@ -265,37 +300,50 @@ class TrainingStep(Planned):
             stand_aside(self._wrapped)
             if self._count() == 0:
                 self._begin()
-            # Forward, with the updates inside the backward of an accumulation's last call.
             last = self._added == self._accumulate - 1
-            with self.as_captured():
-                result = self._steps[-1 if last else 0](*args, **kwargs)
+            args, kwargs = self.batch((args, kwargs))
+            with self.on_device():
+                result = self._run(args, kwargs, last=last)
             loss, *others = result if isinstance(result, tuple) else (result,)
-            if not isinstance(loss, torch.Tensor) or not loss.requires_grad:
-                is_tensor = isinstance(loss, torch.Tensor)
-                given = f"tensor of shape {tuple(loss.shape)} without a gradient" if is_tensor else type(loss).__name__
-                raise Unsupported(
-                    f"loss_fn gave a {given}; it gives a loss that depends on parameters, or a tuple that begins with "
-                    "one."
-                )
-            # Backward: it updates parameters as their gradients are complete.
-            refuse_hooks(updates.optimizers)  # loss_fn may have registered some
-            scaled = loss if updates.scaling is None else updates.scaling.scaler.scale(loss)
-            if updates.sums is not None:
-                updates.sums.make_rooms()
-            if last:
-                updates.begin()
-            try:
-                scaled.backward()
-                if last:
-                    updates.finish()
-            except BaseException:
-                self._torn = updates.done if last else ""
-                if updates.sums is not None and updates.sums.adds:
-                    self._left = None  # sums of calls and of a part of one
-                raise
             self._added = 0 if last else self._added + 1
             self._left = self._versions_now() if self._added else 0
             return (loss.detach(), *others) if isinstance(result, tuple) else loss.detach()
+
+    def _run(self, args: Any, kwargs: Any, *, last: bool) -> Any:
+        """Run forward and backward, and with the last call of an update that; give ``loss_fn``'s result."""
+        updates = self._updates
+        # Forward, with the updates inside the backward of an accumulation's last call.
+        with self.as_captured():
+            result = self._steps[-1 if last else 0](*args, **kwargs)
+        loss = result[0] if isinstance(result, tuple) else result
+        if not isinstance(loss, torch.Tensor) or not loss.requires_grad:
+            is_tensor = isinstance(loss, torch.Tensor)
+            given = f"tensor of shape {tuple(loss.shape)} without a gradient" if is_tensor else type(loss).__name__
+            raise Unsupported(
+                f"loss_fn gave a {given}; it gives a loss that depends on parameters, or a tuple that begins with one."
+            )
+        if any(map(is_stand_in, tree_leaves(result))):
+            raise Unsupported(
+                "loss_fn returns a parameter that is at home on the CPU, and on the device in parts of the step only. "
+                "Have it return a copy (.clone()), or read the parameter after the call."
+            )
+        # Backward: it updates parameters as their gradients are complete.
+        refuse_hooks(updates.optimizers)  # loss_fn may have registered some
+        scaled = loss if updates.scaling is None else updates.scaling.scaler.scale(loss)
+        if updates.sums is not None:
+            updates.sums.make_rooms()
+        if last:
+            updates.begin()
+        try:
+            scaled.backward()
+            if last:
+                updates.finish()
+        except BaseException:
+            self._torn = updates.done if last else ""
+            if updates.sums is not None and updates.sums.adds:
+                self._left = None  # sums of calls and of a part of one
+            raise
+        return result
 
     @contextmanager
     def _alone(self) -> Iterator[None]:

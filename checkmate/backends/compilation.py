@@ -59,8 +59,8 @@ from checkmate.codegen.writing_over import prepare, writing_over
 from checkmate.core.problem import Problem
 from checkmate.core.solution import Solution
 from checkmate.devices import kind_of
-from checkmate.errors import BudgetError, HostError, InfeasibleBudget
-from checkmate.host import home_of
+from checkmate.errors import BudgetError, HostError, InfeasibleBudget, Unsupported
+from checkmate.host import home_of, is_stand_in
 from checkmate.memory.arena import PHASES, Arena, Phase
 from checkmate.memory.available import available
 from checkmate.profiling.data_sheets import Device
@@ -230,6 +230,11 @@ class _Compilation:
                 run = compile_graph(self.module, self.shards.take_apart(self.module, self.inputs))
             except _Read as read:
                 return CapturedStep(surrounded(read.args[0].hand_over, [guards]), guards.answers)
+        if self.joint is None and any(map(is_stand_in, self.known)):
+            raise Unsupported(
+                "The step computes nothing that needs a gradient, so there is no plan by which parameters that are at "
+                "home on the CPU would come to the device."
+            )
         # Its guards run before it, within the same budget.
         training, taken = self.training, 0
         if guards.answers and backend.measures and self.plan is not None:
@@ -342,7 +347,8 @@ class _Compilation:
             reach = (reach, updates and updates.reach)
             unread = made + step_problem.unread_bytes(reach, [*inputs, *held], device, block_bytes)
             allocated = 0 if fakes else allocated_on(device) or 0
-            return lambda read: max(read + unread, allocated)
+            beside = step_problem.bytes_elsewhere([*inputs, *held], updates) if allocated else 0
+            return lambda read: max(read + unread, allocated + beside)
 
         here = in_all(self.inputs, self.call.reach)
         limit = self._find_budget(module.graph, device, fakes=fakes)
@@ -352,8 +358,8 @@ class _Compilation:
         name = step_problem.step_name(self.call.reach, () if updates is None else updates.optimizers)
         source, is_tried = backend.profile, fakes or backend.measures
         given = enumerate(self.known if updates is not None else ())
-        in_files = {i for i, tensor in given if isinstance(tensor, torch.Tensor) and home_of(tensor) is not None}
-        homes = partial(step_problem.homes_of, in_files=in_files)
+        away = {i: is_stand_in(t) for i, t in given if isinstance(t, torch.Tensor) and home_of(t) is not None}
+        homes = partial(step_problem.homes_of, away=away)
 
         # Its problem.
         def pose(joint: Joint, in_all: Callable[[int], int] = here) -> Problem:
@@ -384,7 +390,7 @@ class _Compilation:
             try:
                 return ask(problem) if replays is None else plan_in_blocks(ask, problem, replays)
             except InfeasibleBudget as error:
-                words = [planner.source, _ALL_HERE if in_files and second_memory is None else ""]
+                words = [planner.source, _ALL_HERE if away and second_memory is None else ""]
                 raise (error.saying(" ".join(filter(None, words))) if any(words) else error) from None
 
         # The modules of the plan, and of any that may take over. What goes on then holds no backend, which is gone as

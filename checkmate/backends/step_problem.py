@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -103,16 +103,40 @@ def is_there(held: Held) -> bool:
     return tensor is not None and home_of(tensor) is not None
 
 
-def homes_of(joint: Joint, in_files: Collection[int]) -> frozenset[int]:
-    """The inputs that are in a file, by their positions in what was traced, and states and sums at home."""
+def bytes_elsewhere(tensors: Iterable[Any], updates: Updates | None) -> int:
+    """Bytes of a whole step that are not allocated when it begins: at home elsewhere, or made by the first update."""
+    if updates is None:
+        return 0
+    homes = {home for t in tensors if isinstance(t, torch.Tensor) and (home := home_of(t)) is not None}
+    of_updates = (held.nbytes for held in updates.held if is_at_home(held) or held.get() is None)
+    return sum(home.nbytes for home in homes) + sum(of_updates)
+
+
+def homes_of(joint: Joint, away: Mapping[int, bool]) -> frozenset[int]:
+    """The inputs, states and sums that are at home in a second memory.
+
+    Args:
+        away: whether inputs that have a home are only there, by their positions in what was traced.
+
+    Raises:
+        Unsupported: if such an input has to be here.
+    """
     inputs = {v for v, value in enumerate(joint.graph.values) if value.producer is None} - {*joint.graph.outputs}
     held = {v for v, held in joint.held.items() if is_at_home(held)}
-    return frozenset(
+    homes = frozenset(
         v
         for v in inputs - joint.held.keys()
-        if any(input_position(node) in in_files for node in joint.nodes_of_value[v])
+        if any(input_position(node) in away for node in joint.nodes_of_value[v])
         and joint.step.overwritten.keys().isdisjoint(storages(*joint.nodes_of_value[v]))  # by ops, and so in place
     ).union(inputs & held)
+    for node in joint.step.placeholders:
+        i = input_position(node)
+        if i is not None and away.get(i) and not homes.issuperset(joint.value_of.get(node, ())):
+            raise Unsupported(
+                f"{joint.step.name(node)} is at home on the CPU, and the step writes to it or returns it, beside its "
+                "update. With device= a step reads large parameters only: have it write to, or return, a copy."
+            )
+    return homes
 
 
 def with_homes(problem: Problem, updates: Updates) -> Problem:

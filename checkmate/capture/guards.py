@@ -32,10 +32,11 @@ from checkmate.capture.patches.results.strides import copied, written
 from checkmate.capture.provenance import where
 from checkmate.capture.random_draws import draws
 from checkmate.errors import Unsupported
+from checkmate.host import is_stand_in
 from checkmate.torch_internals.dispatcher import HigherOrderOperator, TorchDispatchMode
 
 WITHOUT_TENSORS = (torch.equal, torch.allclose, torch.is_nonzero)  # noqa: TID251  # no graph may hold their bools
-_NO_DATA = "it depends on tensors that have no data here, fake or on the meta device"
+_NO_DATA = "it depends on tensors that have no data here, fake, on the meta device, or at home on the CPU with device="
 _OVERWRITTEN = "it depends on a tensor that the step has overwritten before, in a way that is not followed"
 _COSTLY = ("batch_norm", "rnn", "lstm", "gru", "attention")  # in the names of ops; batch norm writes as well
 
@@ -161,7 +162,8 @@ def evaluate(
     # Take the program of all that it depends on; it is not followed where a write would be lost.
     module, copies = program([node], attributes)
     inputs = [n for n in copies if n.op == "placeholder"]
-    if any(is_fake(given[n]) and any(user.target != "size" for user in copies[n].users) for n in inputs):
+    without = [n for n in inputs if is_fake(given[n]) or is_stand_in(given[n])]
+    if any(any(user.target != "size" for user in copies[n].users) for n in without):
         raise CannotTellError(_NO_DATA)
     # Batch norms before the node write to what they keep, without a trace.
     norms = [

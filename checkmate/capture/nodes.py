@@ -30,7 +30,7 @@ LOSSES = {  # their kernels make the sum or mean of the terms within the storage
 }
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)  # in the text of a graph, which shows no data
 class Held:
     """A tensor that an op overwrites and that is no argument of it: a state of an optimizer, a sum of gradients."""
 

@@ -27,7 +27,6 @@ from checkmate.core.graph import Graph
 from checkmate.core.plan import Drop, Plan, Send
 from checkmate.errors import HostError, Unsupported
 from checkmate.host import HOMES, home_of, rounded
-from checkmate.host.homes import map_storages
 from checkmate.torch_internals.dispatcher import functorch
 
 IS_CALL = "is_call"  # in the meta data of the placeholder through which a backward is told its call
@@ -103,9 +102,10 @@ def adopt_held(token: torch.Tensor, held: Mapping[int, Held]) -> torch.Tensor:
     tensors = {v: one.get() for v, one in held.items()}
     new = [v for v, tensor in tensors.items() if tensor is None or home_of(tensor) is None]
     storages: dict[int, torch.UntypedStorage] = {}
-    for folder in {home.memory.folder for v in new if (home := home_of(held[v].parameter)) is not None}:
-        here = [v for v in new if home_of(held[v].parameter).memory.folder == folder]  # type: ignore[union-attr]
-        storages.update(zip(here, map_storages([held[v].nbytes for v in here], folder), strict=True))
+    homes: dict[int, Any] = {v: home_of(held[v].parameter) for v in new}
+    for home in {home.place: home for home in homes.values()}.values():
+        here = [v for v in new if homes[v].place == home.place]
+        storages.update(zip(here, home.beside([held[v].nbytes for v in here]), strict=True))
     for v, one in held.items():
         tensor = tensors[v]
         if tensor is not None and v in storages:

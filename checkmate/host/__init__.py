@@ -6,6 +6,7 @@ good, and `checkmate.host.homes` puts a model's tensors into a file for that.
 """
 
 from checkmate.host.opening import known_links, measure, open_store
-from checkmate.host.store import BLOCK, HOMES, Home, Store, home_of, rounded
+from checkmate.host.store import BLOCK, HOMES, Home, Store, home_of, is_stand_in, rounded
 
-__all__ = ["BLOCK", "HOMES", "Home", "Store", "home_of", "known_links", "measure", "open_store", "rounded"]
+__all__ = ["BLOCK", "HOMES", "Home", "Store"]
+__all__ += ["home_of", "is_stand_in", "known_links", "measure", "open_store", "rounded"]

@@ -123,7 +123,7 @@ def _is_moved(t: torch.Tensor, name: str, there: Path, loaded: Container[torch.T
             "on the CPU before in_file: have parameters alone on meta, or compute the buffer anew."
         )
     home = home_of(t)
-    is_there = isinstance(home, _Mapped) and home.memory.folder == there
+    is_there = home is not None and home.place == there
     return t.is_meta or (t.untyped_storage().nbytes() >= LEAST and not is_there)
 
 
@@ -153,7 +153,7 @@ def _swap(meta: Sequence[tuple[torch.Tensor, torch.UntypedStorage, str]]) -> Non
 
 def within(storage: torch.UntypedStorage, t: torch.Tensor) -> torch.Tensor:
     """The tensor that lies in a storage as another one does in its own."""
-    return torch.empty(0, dtype=t.dtype, device="cpu").set_(storage, t.storage_offset(), t.shape, t.stride())
+    return torch.empty(0, dtype=t.dtype, device=storage.device).set_(storage, t.storage_offset(), t.shape, t.stride())
 
 
 def map_storages(sizes: Sequence[int], folder: Path) -> list[torch.UntypedStorage]:
@@ -185,6 +185,15 @@ class _Mapped(Home):
 
     address: int
     process: int
+
+    @property
+    def place(self) -> Path:
+        """The folder of the file."""
+        return self.memory.folder
+
+    def beside(self, sizes: Sequence[int]) -> list[torch.UntypedStorage]:
+        """Make storages of so many bytes each, which are at home in one file of the folder."""
+        return map_storages(sizes, self.place)
 
     def let_go(self) -> None:
         """Write the pages that only memory has, and free them there.

@@ -1,13 +1,16 @@
 """Copy values from an accelerator to pinned memory and back: the `Mover` of a `Store` beside one.
 
-Each way has a stream. The memory is taken and pinned once; a home has its own, a tensor of uint8. A copy begins when
-what the compute stream was given before it is done, and `wait` has the compute stream wait for its end: the host waits
-for nothing. So memory that is freed after `wait`, or allocated before `fetch`, is ordered by the compute stream alone,
-and no tensor has to be recorded on another. A step on another stream than that before waits for the copies so far,
-which may still write or read the bytes that its own copies read or write. It has run on simulated devices only.
+Each way has a stream, the same for all movers of a device. The memory is taken and pinned once; a home has its own, a
+tensor of uint8. A copy begins when what the compute stream was given before it is done, and `wait` has the compute
+stream wait for its end: the host waits for nothing. So memory that is freed after `wait`, or allocated before `fetch`,
+is ordered by the compute stream alone, and no tensor has to be recorded on another. A step on another stream than that
+before waits for the copies so far, which may still write or read the bytes that its own copies read or write. It has
+run on simulated devices only.
 """
 
 from __future__ import annotations
+
+from functools import cache
 
 import torch
 
@@ -27,7 +30,7 @@ class PinnedMover:
     def __init__(self, device: torch.device, nbytes: int) -> None:
         self._device = device
         self._pinned = kind_of(device).pin(nbytes) if nbytes else torch.empty(0, dtype=torch.uint8)
-        self._out, self._back = torch.Stream(device), torch.Stream(device)
+        self._out, self._back = _streams(device)
         self._compute = torch.accelerator.current_stream(device)
 
     def out(self, storage: torch.UntypedStorage, value: Value) -> Wait:
@@ -45,8 +48,6 @@ class PinnedMover:
 
     def close(self) -> None:
         """Return the memory to the host."""
-        if self._pinned.numel():
-            kind_of(self._device).unpin(self._pinned)
         self._pinned = torch.empty(0, dtype=torch.uint8)
 
     def _copy(self, stream: torch.Stream, storage: torch.UntypedStorage, value: Value, *, out: bool) -> Wait:
@@ -71,3 +72,9 @@ class PinnedMover:
             torch.accelerator.current_stream(self._device).wait_event(ended)
 
         return wait
+
+
+@cache
+def _streams(device: torch.device) -> tuple[torch.Stream, torch.Stream]:
+    """A device's streams for copies out and back."""
+    return torch.Stream(device), torch.Stream(device)

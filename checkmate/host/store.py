@@ -18,7 +18,7 @@ import logging
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
@@ -55,23 +55,41 @@ class Home:
     memory: Any  # of its kind, from which and to which a mover copies
     extents: tuple[range, ...]  # its whole blocks there, in the order of its bytes
 
+    @property
+    def place(self) -> Hashable:
+        """The folder or the device to which it belongs."""
+
     def let_go(self) -> None:
         """Write the pages that only memory has, and free them there."""
+
+    def beside(self, sizes: Sequence[int]) -> list[torch.UntypedStorage]:
+        """Make storages of so many bytes each, which are at home in the same place."""
+        raise NotImplementedError
 
 
 HOMES: dict[int, Home] = {}  # by the address of the storage
 
 
+def address_of(storage: torch.UntypedStorage) -> int:
+    """The address of a storage's memory; of one without memory that of itself."""
+    return storage.data_ptr() or storage._cdata
+
+
 def home_of(tensor: torch.Tensor) -> Home | None:
-    """The home of a tensor's storage, if it has one, as `checkmate.in_file` makes it.
+    """The home of a tensor's storage, if it has one, or of that for which it stands on a device.
 
     >>> home_of(torch.zeros(3)) is None
     True
     """
     is_plain = type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__  # no `DTensor`, and has memory
-    if not is_plain or tensor.device.type != "cpu" or tensor.layout is not torch.strided:
+    if not is_plain or tensor.layout is not torch.strided:
         return None
-    return HOMES.get(tensor.untyped_storage().data_ptr())
+    return HOMES.get(address_of(tensor.untyped_storage()))
+
+
+def is_stand_in(tensor: Any) -> bool:
+    """Tell whether a tensor on a device has no memory, and stands for one at home elsewhere."""
+    return isinstance(tensor, torch.Tensor) and tensor.device.type != "cpu" and home_of(tensor) is not None
 
 
 @dataclass(eq=False)

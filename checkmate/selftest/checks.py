@@ -6,6 +6,7 @@ the device, forked for each where the system can, so that PyTorch is imported on
 
 from __future__ import annotations
 
+import copy
 import gc
 import inspect
 import itertools
@@ -44,12 +45,14 @@ from checkmate.devices import kind_of
 from checkmate.errors import CheckmateError
 from checkmate.host.opening import measure, open_store
 from checkmate.host.store import rounded
+from checkmate.memory import measure_peak
 from checkmate.memory.available import limits
 from checkmate.profiling.measure import measure_ops
 from checkmate.profiling.one_op import attempt, call_of, key_of, runs_alone
 from checkmate.solvers.search.min_budget import min_budget
 from checkmate.torch_internals.versions import TRIED, is_tried
 from checkmate.tracing import trace
+from checkmate.training import training_step
 from checkmate.units import format_bytes
 from checkmate.version import __version__
 
@@ -356,6 +359,35 @@ def copies(setting: Setting) -> Finding:
     return Finding(same, found, "Do not use host_budget on this machine. Please report it.", asdict(links))
 
 
+def homes(setting: Setting) -> Finding:
+    """Train a model that is on the CPU on the device: its bits, when a call returns, are those of one that is there."""
+    device, width = setting.device, 512 if setting.quick else 4096
+    if device.type == "cpu":
+        return Finding(None, "a model on the CPU is where its step runs")
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(width, width) for _ in range(4)))
+    models, x = (copy.deepcopy(model).to(device), model), torch.randn(64, width, device=device)
+    states: list[list[Tensor]] = []
+    peak = planned = 0
+    for one, place in zip(models, ({}, {"device": device, "host_budget": 48 * width * width * 4}), strict=True):
+        optimizer, where = torch.optim.AdamW(one.parameters()), dict[str, Any](place)
+        step = training_step(
+            lambda x, one=one: one(x).square().mean(), optimizer, time_limit=_plan_seconds(setting), **where
+        )
+        for _ in range(3):
+            use = measure_peak(partial(step, x), device)
+        states.append([t for name in optimizer.state for t in (name, *optimizer.state[name].values())])
+        peak, planned = (use.before or 0) + use.peak, step.plans[0].peak or 0
+    same = all(same_bytes(a.detach().cpu(), b.detach().cpu()) for a, b in zip(*states, strict=True))
+    at_home = {t.device.type for t in states[1]} == {"cpu"}
+    found = (
+        f"{'the same' if same else 'OTHER'} bits, {'on the CPU' if at_home else 'NOT ON THE CPU'} between calls; "
+        f"predicted {format_bytes(planned)}, measured {format_bytes(peak)}"
+    )
+    facts = {"predicted": planned, "measured": peak}
+    return Finding(same and at_home and peak <= planned, found, f"Do not use device=. {REPORT}", facts)
+
+
 def _plan_seconds(setting: Setting) -> float:
     return QUICK_SECONDS if setting.quick else PLAN_SECONDS
 
@@ -454,6 +486,7 @@ CHECKS: dict[str, Check] = {
     "attention repeats": attention,
     "predicted bytes": partial(within_budgets, "chain", exact=True),
     "second memory": copies,
+    "a model on the CPU": homes,
     "a transformer in budgets": partial(within_budgets, "transformer"),
     "convolutions in budgets": partial(within_budgets, "bottlenecks"),
     "capacity": capacity,

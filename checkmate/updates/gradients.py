@@ -49,6 +49,7 @@ class Sums:
         self._rooms: dict[torch.Tensor, torch.Tensor] = {}  # not in use yet
         self.adds = 0  # of this call, that were begun
         self.at_home = set[torch.Tensor]()  # parameters whose sums are at home in the second memory
+        self.aside: dict[torch.Tensor, torch.Tensor] = {}  # sums at home that are not on their parameter's device now
 
     def expect(self, parameter: torch.Tensor, strides: Sequence[int]) -> None:
         """Expect that a step adds to this parameter's gradient, which autograd stores with these strides."""
@@ -62,10 +63,17 @@ class Sums:
     def of(self, parameter: torch.Tensor) -> Held:
         """A parameter's sum, in whose place another tensor may be put."""
 
-        def put(gradient: torch.Tensor) -> None:
-            parameter.grad = gradient
+        def get() -> torch.Tensor | None:
+            return self.aside.get(parameter) if parameter.grad is None else parameter.grad
 
-        return Held("grad", parameter.nbytes, parameter, lambda: parameter.grad, put)
+        def put(gradient: torch.Tensor) -> None:
+            is_here = gradient.device == parameter.device  # else PyTorch takes it for no gradient of the parameter
+            parameter.grad = gradient if is_here else None
+            self.aside.pop(parameter, None)
+            if not is_here:
+                self.aside[parameter] = gradient
+
+        return Held("grad", parameter.nbytes, parameter, get, put)
 
     @property
     def held(self) -> list[Held]:

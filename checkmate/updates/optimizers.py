@@ -35,6 +35,7 @@ from checkmate.capture.nodes import Held
 from checkmate.capture.provenance import source_name
 from checkmate.capture.sharded.shards import Layout, is_shard, local
 from checkmate.errors import Unsupported
+from checkmate.host import home_of
 from checkmate.memory import CPU, aside, measure_peak
 from checkmate.torch_internals.dispatcher import outside_tracing
 from checkmate.torch_internals.steps import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
@@ -121,7 +122,7 @@ class Update:
             nonlocal firsts
             if parameter not in states:
                 states[parameter].update(
-                    {n: _copied(local(what)) for n, what in self.optimizer.state.get(self.parameter, {}).items()}
+                    {n: _copied(what, parameter) for n, what in self.optimizer.state.get(self.parameter, {}).items()}
                 )
             elif firsts:
                 states[parameter].clear()
@@ -184,7 +185,8 @@ class Update:
         here, sizes = self.parameter.device, dict[str, int]()
         for name, part in state.items():
             tensors = [local(t) for t in tree_leaves(part) if isinstance(t, torch.Tensor)]
-            sizes[str(name)] = sum(t.nbytes for t in tensors if t.device in (here, META) or here in (CPU, META))
+            counted = [t for t in tensors if t.device in (here, META) or here in (CPU, META) or home_of(t) is not None]
+            sizes[str(name)] = sum(t.nbytes for t in counted)
         return sizes
 
     def workspace_bytes(self) -> int:
@@ -195,7 +197,9 @@ class Update:
         with outside_tracing(), torch.no_grad():
             shape = [min(64, n) for n in whole.shape]
             cut = whole[tuple(map(slice, shape))]
-            data = torch.full(shape, 0.5, dtype=whole.dtype) if is_fake(whole) else cut.clone()
+            has_data = not is_fake(whole) and home_of(whole) is None
+            where = CPU if is_fake(whole) else whole.device
+            data = cut.clone() if has_data else torch.full(shape, 0.5, dtype=whole.dtype, device=where)
             small = nn.Parameter(data, requires_grad=False)
             run = partial(Update(self.optimizer, self.group, small).rehearsal(), torch.zeros_like(small), small, "")
             run()
@@ -276,8 +280,12 @@ def _make_late(counted: Any) -> None:
         counted["step"] = LATE
 
 
-def _copied(what: Any) -> Any:
-    return what.clone() if isinstance(what, torch.Tensor) else copy.deepcopy(what)
+def _copied(what: Any, like: torch.Tensor | None = None) -> Any:
+    """A copy of a part of a state; of one at home elsewhere, on the device of a tensor ``like`` its parameter."""
+    what = local(what)
+    if not isinstance(what, torch.Tensor):
+        return copy.deepcopy(what)
+    return what.clone() if like is None or home_of(what) is None else what.to(like.device, copy=True)
 
 
 def _step_in_slices(step: Callable[..., None], parameter: torch.Tensor, gradient: torch.Tensor, states: Any) -> None:

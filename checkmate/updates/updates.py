@@ -6,6 +6,7 @@ gradient -> (added to the sum of several) -> (mean of ranks) -> (without the sca
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -17,6 +18,7 @@ from checkmate.updates.averaging import Average
 from checkmate.updates.gradients import HELD_BYTES, Clipping, Scaling, Sums, largest_of, norm_of, order_of
 from checkmate.updates.optimizers import Update, about, parameters_of
 from checkmate.updates.per_parameter import update_once
+from checkmate.updates.placement import Placement
 
 NORM_BYTES = 8  # of the last step's norm, which is kept until there is another
 
@@ -33,9 +35,10 @@ class Updates:
     scaling: Scaling | None = None  # of the loss
     average: Average | None = None  # of the parameters
     exchange: Exchange | None = None  # with other ranks
+    place: Placement | None = None  # the model is on the CPU between calls; None: it is where the step runs
     _updated: set[torch.Tensor] = field(default_factory=set, init=False)  # in the update that goes on
     _exchanged: set[torch.Tensor] = field(default_factory=set, init=False)  # sums, in the same
-    _others: dict[torch.Tensor, torch.Tensor] | None = field(default=None, init=False)  # gradients outside of its step
+    _others: dict[torch.Tensor, torch.Tensor] | None = field(default=None, init=False)  # of gradients elsewhere, norms
 
     def of_parameters(self) -> dict[int, Update]:
         """The update of each parameter that the optimizers have now, by id."""
@@ -104,8 +107,12 @@ class Updates:
         self._exchanged.add(parameter)
         self.exchange.mean(parameter.grad, out=parameter.grad)
 
+    def at_hand(self, parameter: torch.Tensor) -> AbstractContextManager[None]:
+        """Within the block, have a parameter where it is updated, with its sum and its state."""
+        return nullcontext() if self.place is None else self.place.at_hand(parameter)
+
     def take_others(self, parameters: Collection[torch.Tensor]) -> dict[torch.Tensor, torch.Tensor]:
-        """Average and unscale, once and in place, the gradients of others than these parameters; give them.
+        """Average and unscale, once and in place, the gradients of others than these parameters; give their norms.
 
         An earlier micro-batch used such a parameter, and the last one does not.
         """
@@ -113,19 +120,22 @@ class Updates:
             self._exchange_rest()
             self._others = {}
             for update in self.of_parameters().values():
-                gradient = update.parameter.grad
-                if gradient is None or update.parameter in parameters:
+                if update.parameter in parameters:
                     continue
-                if self.scaling is not None:
-                    self.scaling.decide(update.optimizer, [largest_of(gradient)])
-                    self.scaling.unscale(gradient)
-                self._others[update.parameter] = gradient
+                with self.at_hand(update.parameter):
+                    if (gradient := update.parameter.grad) is None:
+                        continue
+                    if self.scaling is not None:
+                        self.scaling.decide(update.optimizer, [largest_of(gradient)])
+                        self.scaling.unscale(gradient)
+                    is_clipped = self.clipping.most is not None
+                    norm = norm_of(gradient, self.clipping.order) if is_clipped else gradient.new_empty(0)
+                    self._others[update.parameter] = norm
         return self._others
 
     def coefficient(self, norms: Mapping[torch.Tensor, torch.Tensor]) -> torch.Tensor:
         """The factor that clips all gradients, from the norms of parameters' gradients and of those elsewhere."""
-        others = self.take_others(norms.keys()).items()
-        both = {**norms, **{p: norm_of(gradient, self.clipping.order) for p, gradient in others}}
+        both = {**norms, **self.take_others(norms.keys())}
         in_order = [both[p] for p in parameters_of(self.optimizers) if p in both]
         return self.clipping.coefficient([in_order[i] for i in order_of(in_order)])
 
@@ -147,14 +157,16 @@ class Updates:
             self.coefficient({})
         # Unscale and clip sums that are kept as they were for the update, and update by others.
         for update in self.of_parameters().values():
-            is_updated, gradient = update.parameter in self._updated, update.parameter.grad
-            if gradient is None or (is_updated and self.sums is None):
-                continue
-            if is_updated and self.scaling is not None:
-                self.scaling.unscale(gradient)
-            self.clipping.in_place(update.parameter)
-            if not is_updated:
-                self.update(update, gradient)
+            is_updated = update.parameter in self._updated
+            with self.at_hand(update.parameter):
+                gradient = update.parameter.grad
+                if gradient is None or (is_updated and self.sums is None):
+                    continue
+                if is_updated and self.scaling is not None:
+                    self.scaling.unscale(gradient)
+                self.clipping.in_place(update.parameter)
+                if not is_updated:
+                    self.update(update, gradient)
         self.clipping.factor = None
         for optimizer in self.optimizers:
             if not self._skips(optimizer):

@@ -39,6 +39,7 @@ class Cuda:
         monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: self.inside[-1])
         monkeypatch.setattr(torch.cuda, "cudart", lambda: self)
         monkeypatch.setattr(pinned_mover, "kind_of", lambda device: kind_of(CUDA))
+        monkeypatch.setattr(pinned_mover, "_streams", pinned_mover._streams.__wrapped__)  # of this stand-in alone
         monkeypatch.setattr(torch.Tensor, "copy_", lambda to, source, non_blocking: self.copy(to, source, non_blocking))
 
     def make(self, device: torch.device) -> Stream:
@@ -184,6 +185,15 @@ def test_a_home_is_copied_from_and_to_its_own_memory(cuda: Cuda) -> None:
     store.wait(0)
     store.reset()
     assert set(own.tolist()) == {7}
+
+
+@pytest.mark.cuda
+def test_two_streams_serve_all_stores_of_a_process() -> None:
+    stores = [open_store("pinned", 2 * BLOCK, CUDA) for _ in range(2)]
+    streams = {(store._mover._out, store._mover._back) for store in stores}
+    for store in stores:
+        store.close()
+    assert len(streams) == 1
 
 
 @pytest.mark.cuda

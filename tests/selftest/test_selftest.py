@@ -20,6 +20,7 @@ from torch import Tensor
 
 from checkmate.capture import random_draws
 from checkmate.errors import VerificationError
+from checkmate.host.pinned_mover import PinnedMover
 from checkmate.selftest import checks
 from checkmate.selftest.checks import CHECKS, Finding, Setting, run_all
 from tests.support.processes import run_fresh_python
@@ -44,7 +45,10 @@ def _whole(device: str, folder: Path) -> dict[str, Any]:
 @pytest.mark.long
 def test_the_cpu_passes(tmp_path: Path) -> None:
     found = _whole("cpu", tmp_path)
-    assert {check["name"] for check in found.values() if check["verdict"] == "skipped"} == {"capacity"}
+    assert {check["name"] for check in found.values() if check["verdict"] == "skipped"} == {
+        "capacity",
+        "a model on the CPU",
+    }
     assert all(row["measured"] == row["predicted"] for row in found["predicted bytes"]["facts"]["rows"])
     _loss_runs_in_parts(found)
 
@@ -84,6 +88,18 @@ def test_attention_that_is_known_to_waver_is_said_to() -> None:
         set_waver(False)
     repeats = finding.facts["repeats"]
     assert (finding.passed, repeats["efficient float32"], repeats["math float32"]) == (True, False, True)
+
+
+@pytest.mark.cuda
+def test_a_model_on_the_cpu_that_gets_other_bits_is_found(monkeypatch: Patch) -> None:
+    """As where what an update has written is not sent back."""
+    setting = Setting("cuda", quick=True)
+    finding = checks.homes(setting)
+    assert finding.passed, finding.found
+    monkeypatch.setattr(PinnedMover, "out", lambda mover, storage, value: lambda: None)
+    finding = checks.homes(setting)
+    assert not finding.passed
+    assert "OTHER bits, on the CPU" in finding.found
 
 
 def _passes(setting: Setting) -> Finding:

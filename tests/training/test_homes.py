@@ -273,3 +273,10 @@ def test_without_host_budget_it_is_what_is_free_there(tmp_path: Path, monkeypatc
     monkeypatch.setattr(ranks, "train_together", lambda: True)
     with pytest.raises(checkmate.HostError, match="Ranks share a plan: say how many bytes each may take there"):
         stepped(1)
+
+
+def test_a_device_that_is_no_accelerator_is_refused() -> None:
+    model = Net()
+    for device in ("cpu", "meta", "nonsense"):
+        with pytest.raises(ValueError, match=f"device='{device}' is no accelerator of this machine"):
+            checkmate.training_step(model, _optimizer(model), budget=BUDGET, host_budget="1 GB", device=device)

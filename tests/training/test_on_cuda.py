@@ -16,6 +16,7 @@ from torch import Tensor, nn
 import checkmate
 from checkmate.capture.device import have_libraries_take_workspaces
 from checkmate.capture.nodes import target_name
+from checkmate.memory import measure_peak
 from checkmate.memory.available import SHARE, STEPS, rounded_down
 from checkmate.profiling import cost_cache, measure, trial
 from tests.support.bits import assert_same_bits
@@ -80,6 +81,13 @@ def test_a_training_step_leaves_the_bits_of_plain_pytorch(dtype: torch.dtype | N
     if dtype is torch.float16:
         how["scaler"] = lambda net: torch.amp.GradScaler("cuda")
     assert_as_plain(training(lambda: Net().cuda(), lambda net: torch.optim.AdamW(net.parameters(), fused=fused), **how))
+
+
+def test_states_that_the_first_update_makes_count_beside_what_is_allocated() -> None:
+    net, x, loss = chain(2, lambda: (nn.Linear(256, 256), nn.GELU()), 16, 256)
+    step = checkmate.training_step(loss, torch.optim.AdamW(net.parameters()), budget="1 GB", time_limit=SECONDS)
+    peaks = [use.before + use.peak for use in (measure_peak(lambda: step(x), x.device) for _ in range(2))]
+    assert max(peaks) <= step.plans[0].peak
 
 
 @pytest.mark.slow

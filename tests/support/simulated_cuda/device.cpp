@@ -420,6 +420,15 @@ int simulated_unpin(void* at) {
 int64_t simulated_unpinned_early() {
   return std::exchange(unpinned_early, 0);
 }
+// Whether the host has waited for all that uses memory.
+int simulated_host_has_waited(void* at, size_t bytes) {
+  try {
+    host_writes(at, bytes, "the host");
+  } catch (const c10::Error&) {
+    return 0;
+  }
+  return 1;
+}
 int64_t simulated_late_tasks() {
   return tasks_given();
 }

@@ -68,6 +68,11 @@ def unpinned_early() -> int:
     return int(lib().simulated_unpinned_early())
 
 
+def host_has_waited(tensor: Tensor) -> bool:
+    """Whether the host may read and write a pinned tensor: no copy to or from it can be under way."""
+    return bool(_lib.simulated_host_has_waited(tensor.data_ptr(), tensor.nbytes))
+
+
 def install() -> None:
     """Load the device into this process, for good.
 
@@ -102,6 +107,7 @@ def declared(loaded: Any) -> Any:
         ("pin", None, [pointer, ctypes.c_size_t]),
         ("unpin", ctypes.c_int, [pointer]),
         ("unpinned_early", ctypes.c_int64, []),
+        ("host_has_waited", ctypes.c_int, [pointer, ctypes.c_size_t]),
         ("late_tasks", ctypes.c_int64, []),
         ("orders_checked", ctypes.c_int64, []),
     ):

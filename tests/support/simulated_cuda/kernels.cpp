@@ -76,6 +76,16 @@ bool writes(const c10::Argument& argument) {
       std::any_of(alias->containedTypes().begin(), alias->containedTypes().end(), [](auto& a) { return a.isWrite(); });
 }
 
+// A fused optimizer writes to gradients if it is to unscale them, whatever its schema says.
+bool only_reads(const c10::Argument& argument, c10::ArrayRef<c10::Argument> all, const torch::jit::Stack& stack) {
+  for (size_t i = 0; argument.name() == "grads" && i < all.size(); i++) {
+    if (all[i].name() == "grad_scale") {
+      return stack[stack.size() - all.size() + i].isNone();
+    }
+  }
+  return false;
+}
+
 // Tensors of the CPU may be among those of a device where a kernel reads them on the host.
 bool takes_tensors_of_both(const std::string& name) {
   return name.find("index") != std::string::npos || name.find("ctc") != std::string::npos ||
@@ -259,12 +269,13 @@ void run_on_cpu(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::
   bool takes_generator = false;
   for (size_t i = 0; i < arguments.size(); i++) {
     c10::IValue& value = (*stack)[first + i];
+    bool is_written = writes(arguments[i]) && !only_reads(arguments[i], arguments, *stack);
     each_tensor(value, [&](const Tensor& t) {
       TORCH_CHECK(
           !t.defined() || !t.device().is_cpu() || t.dim() == 0 || takes_tensors_of_both(name),
           "Expected all tensors to be on the same device, but found at least two devices, cuda:", device, " and cpu! (",
           name, ")");
-      writes(arguments[i]) ? launch.writes(t) : launch.reads(t);
+      is_written ? launch.writes(t) : launch.reads(t);
     });
     if (value.isGenerator() || (value.isNone() && arguments[i].name() == "generator")) {
       auto given = value.isNone() ? std::nullopt : std::optional<at::Generator>(value.toGenerator());

@@ -10,6 +10,7 @@ no simulated device.
 from __future__ import annotations
 
 import ast
+import copy
 import functools
 import gc
 import sys
@@ -41,6 +42,7 @@ from checkmate.memory import measure_peak
 from checkmate.profiling import measure
 from checkmate.profiling.data_sheets import DEVICES
 from checkmate.solvers.common.incumbent import certify
+from checkmate.training import TrainingStep, training_step
 from tests.support.bits import assert_same_bits
 from tests.support.simulated_cuda import install
 from tests.support.simulated_cuda.plugin import needed
@@ -193,6 +195,43 @@ def a_step_is_left_after_its_forward() -> None:
     compiled, _, x = sending_step()
     compiled(x)
     a_step_has_values_elsewhere()
+
+
+@functools.cache
+def step_at_home() -> tuple[TrainingStep, list[nn.Module], Tensor]:
+    """A step of a model at home on the CPU, the model with a plain one on the device, and a batch.
+
+    It has no small tensors: to copy these back has the host wait for the step's stream, and this for what was sent.
+    """
+    torch.manual_seed(0)
+    plain, x = nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(3))).cuda(), torch.randn(64, 512).cuda()
+    model = copy.deepcopy(plain).cpu()
+    where: Any = {"device": "cuda", "host_budget": "100 MB", "profile": "roofline:h100", "cache": False}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = training_step(lambda x: model(x).square().mean(), optimizer, "1 GB", time_limit=0.5, wait="best", **where)
+    step(x)
+    return step, [model, plain], x
+
+
+def a_model_at_home_is_used_after_its_step() -> None:
+    """By the host, which reads it, and writes to it before the next call begins."""
+    step, (model, plain), x = step_at_home()
+    plain.load_state_dict(model.state_dict())
+    step(x)
+    assert all(map(install.host_has_waited, model.parameters())), "the host does not wait for what goes home"
+    plain.zero_grad()
+    plain(x).square().mean().backward()
+    torch.optim.SGD(plain.parameters(), lr=0.1).step()
+    assert_same_bits([*model.parameters()], [p.cpu() for p in plain.parameters()])
+    model.load_state_dict(state := {name: t.neg() for name, t in model.state_dict().items()})
+    torch.cuda.synchronize()
+    assert_same_bits(model.state_dict(), state)
+
+
+def a_model_at_home_trains_on() -> None:
+    step, _, x = step_at_home()
+    for _ in range(2):
+        step(x)
 
 
 class IdleClock:
@@ -386,6 +425,10 @@ ROWS = [
     Row(TRANSFERS, "arrive", called_by("arrive", Call, "wait"), a_step_has_values_elsewhere, "wait for it", HostError),
     Row(TRANSFERS, "land", called_by("land", Call, "wait"), a_step_has_values_elsewhere,
         f"{WRITES}|wait for it", Exception),
+    Row(MOVER, "finish, before the user has what went home, and the next call begins", of_mover("finish: host for out"),
+        a_model_at_home_is_used_after_its_step, "does not wait for what goes home", AssertionError),
+    Row("checkmate/codegen/second_memory.py", "finish, of what went home",
+        called_by("finish", Store, "reset"), a_model_at_home_trains_on, "already", HostError),
     Row("checkmate/codegen/second_memory.py", "finish", called_by("finish", Store, "reset"),
         a_step_is_left_after_its_forward, "already", HostError),
     *(
