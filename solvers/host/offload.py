@@ -33,6 +33,7 @@ SHARE_OF_RECOMPUTATION, SHARE_OF_BOUND = 0.2, 0.25  # of the time; of what is le
 SHARE_OF_LEAST = 0.5  # of what is left, for the smallest budget where no other plan fits
 LEAST_SECONDS = 1.0  # for that at least, however little is left: a budget that `min_budget` names has a plan
 LEAST_TRY, SHARE_OF_TRY = 0.3, 0.04  # seconds of one set of values at least; of the time
+SHARE_OF_TRY_WITH_HOMES = 0.2  # likewise; it ends early where its plan is proven
 MOMENTS = (1, 2, 4, 8, 12)  # at most, of one bound after another
 MOST_WITH_HOMES = 2  # windows of the backward: a linear program of more moments proves less
 SHARES = (1.0, 0.85, 0.7, 0.5)  # of what the bound would send
@@ -60,7 +61,7 @@ def offload(
         incumbent.offer(start, "start")
     sets = SentSets(task, incumbent, recompute, settle)
     if problem.homes:
-        sets.attempt(())
+        sets.attempt((), enough=True)
     else:
         alone = Incumbent(task.within(SHARE_OF_RECOMPUTATION * task.clock.left, problem=problem.with_host(None)))
         remarks = recompute(alone.task, alone)
@@ -88,7 +89,8 @@ def offload(
         limited = task.within(SHARE_OF_BOUND * task.clock.left)
         bound = moment_bound(limited, incumbent, moments=at, most=len(at) if at else most)
         sets.attempt_parts(bound.sent)
-    # Neighbours of the best set.
+    # Other plans that send homes only, and neighbours of the best set.
+    sets.attempt(())
     sets.improve()
     return Remarks(details={"found": incumbent.found})
 
@@ -123,18 +125,25 @@ class SentSets:
         return best.R is None or best.gap > self.task.gap
 
     def attempt_parts(self, sent: Collection[int]) -> None:
-        """Try a set, and subsets of it: the values that are dearest to remake for their bytes."""
-        order = sorted(sent, key=lambda v: -_worth(self.task.problem, v))
+        """Try a set, and subsets of it: the values that are dearest to remake for their bytes.
+
+        Beside homes, the set is as large as the second memory has room for.
+        """
+        problem = self.task.problem
+        order = sorted(sent, key=lambda v: -_worth(problem, v))
+        if problem.homes and problem.host is not None:
+            there = problem.homes_bytes + np.cumsum(problem.sizes[order])
+            order = order[: int(np.searchsorted(there, problem.host.budget, side="right"))]
         for share in SHARES:
             self.attempt(order[: round(share * len(order))])
 
-    def attempt(self, sent: Collection[int]) -> None:
-        """Offer plans that send these values, with more or less room left for transfers."""
+    def attempt(self, sent: Collection[int], *, enough: bool = False) -> None:
+        """Offer plans that send these values, with more or less room left for transfers; one of them is `enough`."""
         moved, least = {*sent, *self.task.problem.homes}, float("inf")
         largest = max((int(self.task.problem.sizes[v]) for v in moved), default=0)
         for times in ROOMS_BESIDE_HOMES if self.task.problem.homes else ROOMS:
             least = min(least, self.with_room(sent, round(times * largest)))
-            if self.best is not None and least > (1 + FAR) * self.best.seconds:
+            if self.best is not None and (enough or least > (1 + FAR) * self.best.seconds):
                 break
 
     def with_room(self, sent: Collection[int], room: int) -> float:
@@ -145,7 +154,8 @@ class SentSets:
         # Find a plan soon that sends these values and keeps the others within the budget.
         fetching, plan = with_fetches(task.problem, key[0]), None
         if task.budget - room >= fetching.problem.unavoidable_bytes.max():
-            clock = Clock(min(task.clock.left, max(LEAST_TRY, SHARE_OF_TRY * task.clock.seconds)))
+            share = SHARE_OF_TRY_WITH_HOMES if task.problem.homes else SHARE_OF_TRY
+            clock = Clock(min(task.clock.left, max(LEAST_TRY, share * task.clock.seconds)))
             inner = Incumbent(replace(task, problem=fetching.problem, budget=task.budget - room, clock=clock, gap=1e-3))
             try:
                 self.recompute(inner.task, inner)
