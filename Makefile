@@ -70,7 +70,7 @@ bench: $(STAMP)
 bench-all: $(STAMP)
 	for each in step arena loss hard_limit start ways tight solve solve.stages \
 		solve.picture largest_batch whole_steps second_memory second_memory.measured \
-		second_memory.in_file homes sharded estimates orders \
+		second_memory.in_file homes homes.measured fits sharded estimates orders \
 		gpu_graphs higher_order kernels; do \
 		$(BIN)/python -m benchmarks.$$each || exit 1; done
 	$(MAKE) bench

@@ -31,7 +31,7 @@ from checkmate.core.problem import Problem, Profile
 from checkmate.core.timing import timing
 
 PRICE = 0.01  # of the seconds that a link is busy with it: what a fetch costs, so that none is for nothing
-PRICE_BESIDE_HOMES = 0.3  # likewise, where links carry much anyway
+PRICE_BESIDE_HOMES = 0.3  # likewise, where fetching all homes once takes half as long as the ops, or longer
 TRIES = 20  # at most, to have a send that holds up others begin later
 ROUNDS = 4  # in each of which fetches go by when steps were reached in the one before
 
@@ -81,7 +81,8 @@ def with_fetches(problem: Problem, sent: Collection[int]) -> WithFetches:
 
     # Homes: what stands for one that is overwritten, its second version if anything reads that, its first op.
     values, by = list(graph.values), graph.overwritten_by
-    price = PRICE_BESIDE_HOMES if problem.homes else PRICE
+    busy = min(1.0, 2 * host.seconds_to_fetch(problem.homes_bytes) / max(problem.keep_all_cost, 1 / MAX_BYTES))
+    price = max(PRICE, PRICE_BESIDE_HOMES * busy**6) if problem.homes else PRICE
     stand_in, renewed, first = dict[int, int](), dict[int, int](), defaultdict[int, list[int]](list)
     for v in sorted(problem.homes):
         if v in by:

@@ -33,6 +33,7 @@ SHARE_OF_RECOMPUTATION, SHARE_OF_BOUND = 0.2, 0.25  # of the time; of what is le
 SHARE_OF_LEAST = 0.5  # of what is left, for the smallest budget where no other plan fits
 LEAST_SECONDS = 1.0  # for that at least, however little is left: a budget that `min_budget` names has a plan
 LEAST_TRY, SHARE_OF_TRY = 0.3, 0.04  # seconds of one set of values at least; of the time
+PROOF = 3.0  # seconds in which a plan of 4,000 ops is mostly proven: beside homes, up to five times that share
 MOMENTS = (1, 2, 4, 8, 12)  # at most, of one bound after another
 MOST_WITH_HOMES = 2  # windows of the backward: a linear program of more moments proves less
 SHARES = (1.0, 0.85, 0.7, 0.5)  # of what the bound would send
@@ -60,7 +61,7 @@ def offload(
         incumbent.offer(start, "start")
     sets = SentSets(task, incumbent, recompute, settle)
     if problem.homes:
-        sets.attempt(())
+        sets.attempt((), enough=True)
     else:
         alone = Incumbent(task.within(SHARE_OF_RECOMPUTATION * task.clock.left, problem=problem.with_host(None)))
         remarks = recompute(alone.task, alone)
@@ -72,8 +73,7 @@ def offload(
     if incumbent.R is None:
         sets.attempt(sendable(problem))
     if incumbent.R is None:
-        seconds = max(LEAST_SECONDS, SHARE_OF_LEAST * task.clock.left)
-        _, least = with_most_sent(problem, time_limit=seconds)
+        _, least = with_most_sent(problem, time_limit=max(LEAST_SECONDS, SHARE_OF_LEAST * task.clock.left))
         if least is not None:
             sets.offer(least, 0)
     # Bounds of more and more moments; what their models send is tried.
@@ -118,23 +118,24 @@ class SentSets:
     def is_open(self) -> bool:
         """Tell whether there is time left and a gap to close."""
         best, clock = self.incumbent, self.task.clock
-        if best.is_infeasible or clock.elapsed >= best.worth(self.settle) * clock.seconds:
-            return False
-        return best.R is None or best.gap > self.task.gap
+        over = best.is_infeasible or clock.elapsed >= best.worth(self.settle) * clock.seconds
+        return not over and (best.R is None or best.gap > self.task.gap)
 
     def attempt_parts(self, sent: Collection[int]) -> None:
-        """Try a set, and subsets of it: the values that are dearest to remake for their bytes."""
+        """Try a set, as large as has room beside homes, and subsets: the values dearest to remake for their bytes."""
         order = sorted(sent, key=lambda v: -_worth(self.task.problem, v))
+        if (problem := self.task.problem).homes and problem.host is not None:
+            order = order[: int((np.cumsum(problem.sizes[order]) <= problem.host.budget - problem.homes_bytes).sum())]
         for share in SHARES:
             self.attempt(order[: round(share * len(order))])
 
-    def attempt(self, sent: Collection[int]) -> None:
-        """Offer plans that send these values, with more or less room left for transfers."""
+    def attempt(self, sent: Collection[int], *, enough: bool = False) -> None:
+        """Offer plans that send these values, with more or less room left for transfers; one of them is `enough`."""
         moved, least = {*sent, *self.task.problem.homes}, float("inf")
         largest = max((int(self.task.problem.sizes[v]) for v in moved), default=0)
         for times in ROOMS_BESIDE_HOMES if self.task.problem.homes else ROOMS:
             least = min(least, self.with_room(sent, round(times * largest)))
-            if self.best is not None and least > (1 + FAR) * self.best.seconds:
+            if self.best is not None and (enough or least > (1 + FAR) * self.best.seconds):
                 break
 
     def with_room(self, sent: Collection[int], room: int) -> float:
@@ -145,7 +146,9 @@ class SentSets:
         # Find a plan soon that sends these values and keeps the others within the budget.
         fetching, plan = with_fetches(task.problem, key[0]), None
         if task.budget - room >= fetching.problem.unavoidable_bytes.max():
-            clock = Clock(min(task.clock.left, max(LEAST_TRY, SHARE_OF_TRY * task.clock.seconds)))
+            share = SHARE_OF_TRY * task.clock.seconds
+            share = max(LEAST_TRY, share, min(PROOF, 5 * share) if task.problem.homes else 0.0)
+            clock = Clock(min(task.clock.left, share))
             inner = Incumbent(replace(task, problem=fetching.problem, budget=task.budget - room, clock=clock, gap=1e-3))
             try:
                 self.recompute(inner.task, inner)

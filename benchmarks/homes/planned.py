@@ -10,7 +10,7 @@ Rows go to benchmarks/results/homes.jsonl.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import torch
@@ -24,6 +24,8 @@ from checkmate.core.problem import Problem
 from checkmate.solvers.common.incumbent import Clock, Task
 from checkmate.solvers.host.kept import keep_homes
 from checkmate.solvers.solve import solve
+from checkmate.training import TrainingStep
+from checkmate.updates.insert import Insert
 
 NAMES = ("1x8192", "2x8192")
 SMALL = 2**20  # bytes: what is smaller stays here
@@ -37,7 +39,8 @@ def measure(
     """Yield a row for each budget of a step."""
     batch, tokens = map(int, name.split("x"))
     began = time.perf_counter()
-    step = with_homes(with_states(traced(batch, tokens, layers, device)), host, rate)
+    step = with_states(traced(batch, tokens, layers, device))
+    step = with_homes(step, large_values(step), int(host * 1e9), rate)
     about = {
         "network": f"Llama-3 8B, {layers} layers",
         "call": name,
@@ -74,8 +77,21 @@ def measure(
         }
 
 
-def traced(batch: int, tokens: int, layers: int, device: str) -> Problem:
-    """The step, with its loss in as few parts as the first further split has."""
+class Middle(TrainingStep):
+    """A training step that is traced as a call of an accumulation before the last one."""
+
+    @property
+    def inserts(self) -> Insert:
+        """Add each gradient to its sum."""
+        return replace(super().inserts, last=False)
+
+
+def traced(batch: int, tokens: int, layers: int, device: str, *, middle: bool = False) -> Problem:
+    """The step, with its loss in as few parts as the first further split has.
+
+    Args:
+        middle: it is a call of an accumulation before the last one: it adds to the sums of gradients.
+    """
     from transformers import LlamaConfig, LlamaForCausalLM
 
     sizes = {"vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": layers}
@@ -85,7 +101,10 @@ def traced(batch: int, tokens: int, layers: int, device: str) -> Problem:
         model = LlamaForCausalLM(config).to(torch.bfloat16)
         ids = torch.zeros(batch, tokens, dtype=torch.long)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
-    step = checkmate.training_step(lambda ids: model(input_ids=ids, labels=ids).loss, optimizer)
+    step = checkmate.training_step(
+        lambda ids: model(input_ids=ids, labels=ids).loss, optimizer, accumulate=2 if middle else 1
+    )
+    step.__class__ = Middle if middle else TrainingStep
     splits = checkmate.trace(step, ids, profile=f"roofline:{device}").splits_in_turn()
     whole = next(splits)
     return next(splits, whole)
@@ -108,14 +127,18 @@ def with_states(problem: Problem) -> Problem:
     return replace(problem, graph=graph, profile=profile, codegen=None, next_split=None)
 
 
-def with_homes(problem: Problem, gigabytes: float, rate: float) -> Problem:
-    """The step whose larger values are at home in a second memory of this many GB, with links of ``rate`` GB/s."""
-    homes = [
+def large_values(problem: Problem) -> list[int]:
+    """The values that are there before the step begins, large enough to be at home elsewhere, and read by an op."""
+    return [
         v
         for v, value in enumerate(problem.graph.values)
         if value.producer is None and value.size_bytes >= SMALL and problem.graph.users[v]
     ]
-    host = Host(int(gigabytes * 1e9), rate * 1e9, rate * 1e9, latency=LATENCY)
+
+
+def with_homes(problem: Problem, homes: Sequence[int], host_bytes: int, rate: float) -> Problem:
+    """The step with these values at home in a second memory, with links of ``rate`` GB/s."""
+    host = Host(host_bytes, rate * 1e9, rate * 1e9, latency=LATENCY)
     return problem.with_host(host).with_homes(homes)
 
 
