@@ -17,21 +17,15 @@ import torch
 import checkmate
 from benchmarks.common.rows import Row
 from benchmarks.common.runner import Benchmark
+from benchmarks.homes.planned import llama
 
 NAMES = ("1x2048", "4x2048", "8x2048")
 
 
 def measure(name: str, *, device: str, layers: int, host: float) -> Iterator[Row]:
     """Yield the row of a step on a device."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
     batch, tokens = map(int, name.split("x"))
-    sizes = {"vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": layers}
-    heads = {"num_attention_heads": 32, "num_key_value_heads": 8, "tie_word_embeddings": False}
-    config = LlamaConfig(**sizes, **heads, use_cache=False, attn_implementation="sdpa")
-    with torch.device("meta"):
-        model = LlamaForCausalLM(config).to(torch.bfloat16)
-        ids = torch.zeros(batch, tokens, dtype=torch.long)
+    model, ids = llama(batch, tokens, layers)
 
     def loss_of(ids: torch.Tensor) -> torch.Tensor:
         return model(input_ids=ids, labels=ids).loss

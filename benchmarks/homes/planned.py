@@ -12,6 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -92,14 +93,7 @@ def traced(batch: int, tokens: int, layers: int, device: str, *, middle: bool = 
     Args:
         middle: it is a call of an accumulation before the last one: it adds to the sums of gradients.
     """
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    sizes = {"vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": layers}
-    heads = {"num_attention_heads": 32, "num_key_value_heads": 8, "tie_word_embeddings": False}
-    config = LlamaConfig(**sizes, **heads, max_position_embeddings=131072, use_cache=False, attn_implementation="sdpa")
-    with torch.device("meta"):
-        model = LlamaForCausalLM(config).to(torch.bfloat16)
-        ids = torch.zeros(batch, tokens, dtype=torch.long)
+    model, ids = llama(batch, tokens, layers)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
     step = checkmate.training_step(
         lambda ids: model(input_ids=ids, labels=ids).loss, optimizer, accumulate=2 if middle else 1
@@ -108,6 +102,17 @@ def traced(batch: int, tokens: int, layers: int, device: str, *, middle: bool = 
     splits = checkmate.trace(step, ids, profile=f"roofline:{device}").splits_in_turn()
     whole = next(splits)
     return next(splits, whole)
+
+
+def llama(batch: int, tokens: int, layers: int) -> tuple[Any, torch.Tensor]:
+    """A Llama-3 8B in bfloat16, of so many layers, and a batch for it, on meta."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": layers}
+    heads = {"num_attention_heads": 32, "num_key_value_heads": 8, "tie_word_embeddings": False}
+    config = LlamaConfig(**sizes, **heads, max_position_embeddings=131072, use_cache=False, attn_implementation="sdpa")
+    with torch.device("meta"):
+        return LlamaForCausalLM(config).to(torch.bfloat16), torch.zeros(batch, tokens, dtype=torch.long)
 
 
 def with_states(problem: Problem) -> Problem:
