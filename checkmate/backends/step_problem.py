@@ -18,7 +18,7 @@ from checkmate.capture.joint import NUMBERS, Joint
 from checkmate.capture.nodes import Held, input_position, storage, storages
 from checkmate.capture.sharded.shards import local
 from checkmate.codegen.emit import Begin, Modules, emit
-from checkmate.codegen.second_memory import SecondMemory
+from checkmate.codegen.second_memory import SecondMemory, rounding
 from checkmate.codegen.transfers import no_second_memory
 from checkmate.core.graph import Op
 from checkmate.core.plan import Plan
@@ -143,7 +143,7 @@ def with_homes(problem: Problem, updates: Updates) -> Problem:
     """The problem with its homes in the second memory, which other calls share with it.
 
     Raises:
-        Unsupported: with averaged parameters, or ranks that train together.
+        Unsupported: with averaged parameters, ranks that train together, or states that cannot move each alone.
         HostError: if the second memory is too small.
     """
     codegen, host = problem.codegen, problem.host
@@ -152,6 +152,14 @@ def with_homes(problem: Problem, updates: Updates) -> Problem:
     for option, wanted in (("ema=", updates.average), ("ranks that train together", updates.exchange)):
         if wanted is not None:
             raise Unsupported(f"Parameters that are in a file are not planned with {option}: keep them in memory.")
+    for update in updates.of_parameters().values():
+        if home_of(update.parameter) is not None and sum(update.states.values()) >= LEAST and update.inseparable:
+            raise Unsupported(
+                f"{type(update.optimizer).__name__} has for a parameter of {exact_bytes(update.parameter.nbytes)}, "
+                f"which is at home in the second memory, the state {update.inseparable!r}, which is no tensor with "
+                "bytes of its own: it is a list or the like, or shares memory with another state or the parameter. "
+                "Keep that parameter in memory, or each state in a tensor of its own."
+            )
     # States and sums that this graph does not reach are there too.
     values, held_here = problem.graph.values, codegen.joint.held
     of = {v: values[v].size_bytes for v in codegen.homes}
@@ -161,10 +169,10 @@ def with_homes(problem: Problem, updates: Updates) -> Problem:
     others = sizes.total() - sum(of.values())
     if sizes.total() > host.budget:
         parts = ", ".join(f"{format_bytes(size)} of {what}" for what, size in sizes.items() if size)
-        least = exact_bytes(sizes.total(), up=True)
+        least = sizes.total() + rounding(problem.graph)
         raise HostError(
-            f"The second memory has room for {exact_bytes(host.budget)}, and {least} are at home there: {parts}. Say "
-            f"host_budget={least!r} at least, where that is free, and more for values to wait there."
+            f"The second memory has room for {exact_bytes(host.budget)}, and {exact_bytes(sizes.total())} are at home "
+            f"there: {parts}. Say host_budget={least:_} at least, where that is free; more for values to wait there."
         )
     if updates.sums is not None:
         updates.sums.at_home.update(held.parameter for held in updates.sums.held if is_at_home(held))

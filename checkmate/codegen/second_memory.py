@@ -32,6 +32,7 @@ from checkmate.host.homes import within
 from checkmate.memory.available import free_there
 from checkmate.memory.report import HostUse
 from checkmate.torch_internals.dispatcher import outside_tracing
+from checkmate.units import exact_bytes
 
 _LEFT = "Nobody could ask for this backward any more, and what waited in the second memory for it was let go of."
 HAS_RUN = (
@@ -108,15 +109,25 @@ class Call:
         """The tensors of a value; of what updates hold, that which is in its place now, if any."""
         if v not in self.held:
             return tensors
-        tensor = self.held[v][0].get()
+        held, storage = self.held[v]
+        tensor = held.get()
         (self.void.add if tensor is None else self.void.discard)(v)
+        if tensor is not None and tensor.untyped_storage().nbytes() != storage.nbytes():
+            raise Unsupported(
+                f"An update has made the state {held.name!r} of a parameter of {exact_bytes(held.parameter.nbytes)}, "
+                f"with {exact_bytes(tensor.untyped_storage().nbytes())} in place of {exact_bytes(storage.nbytes())}: "
+                "at home in a second memory it keeps its bytes. Keep that parameter in memory."
+            )
         return () if tensor is None else (tensor,)
 
     def leave(self, v: int) -> None:
         """Put the tensor at home in the place of what an update holds, unless that was let go of."""
         held, storage = self.held[v]
         tensor = held.get()
-        if tensor is not None and tensor.untyped_storage().data_ptr() != storage.data_ptr():
+        if tensor is None:
+            return
+        there = tensor.untyped_storage()
+        if there.data_ptr() != storage.data_ptr() and there.nbytes() == storage.nbytes():
             held.put(within(storage, tensor))
 
     def wait(self, v: int) -> None:
@@ -161,6 +172,11 @@ def running(token: torch.Tensor | None) -> Iterator[None]:
         _here.call = before
 
 
+def rounding(graph: Graph) -> int:
+    """Give the bytes by which whole blocks may exceed a step's values."""
+    return BLOCK * sum(value.size_bytes % BLOCK != 0 for value in graph.values if value.producer is not None)
+
+
 class SecondMemory:
     """The second memory of a step.
 
@@ -200,9 +216,7 @@ class SecondMemory:
         with outside_tracing():  # a step is being captured
             links = known_links(self.where, self.device, cache=self._cache)
         self.budget = self.budget or free_there(self.where) + there
-        rest = sum(value.size_bytes % BLOCK != 0 for value in graph.values if value.producer is not None)
-        room = max(0, self.budget - rest * BLOCK)
-        return replace(links, budget=room)
+        return replace(links, budget=max(0, self.budget - rounding(graph)))
 
     def begin(self, capacity: int) -> torch.Tensor:
         """Begin a call with a capacity in bytes, or raise a `HostError`; give the tensor that identifies it."""

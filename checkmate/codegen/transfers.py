@@ -85,7 +85,8 @@ def adopt(token: torch.Tensor, v: int, name: str, *tensors: torch.Tensor) -> tor
     if home is None:
         raise HostError(
             f"{name} is planned to be at home in the second memory, and is an ordinary tensor now. Call "
-            "checkmate.in_file for its model again, as after load_state_dict(..., assign=True)."
+            "checkmate.in_file for its model again, as after load_state_dict(..., assign=True). If the step puts "
+            "another tensor in the place of a buffer, have it write to the buffer: self.buffer.copy_(...)."
         )
     call.adopt(v, home, Adopted(name, tensors, tuple(t._version for t in tensors)))
     call.layouts[v] = _layouts(tensors, call.home.device)
@@ -109,6 +110,9 @@ def adopt_held(token: torch.Tensor, held: Mapping[int, Held]) -> torch.Tensor:
     for v, one in held.items():
         tensor = tensors[v]
         if tensor is not None and v in storages:
+            # What was loaded may be a view of more.
+            if tensor.untyped_storage().nbytes() != storages[v].nbytes():
+                one.put(tensor := tensor.clone())
             storages[v].copy_(tensor.untyped_storage())
         storage = storages[v] if tensor is None or v in storages else tensor.untyped_storage()
         call.held[v] = one, storage

@@ -55,7 +55,8 @@ _ALL_AT_ONCE = ("foreach", "fused")  # settings that choose among kernels with t
 _CHANGES = {"params", "lr", "initial_lr", "max_lr", "min_lr"}  # settings that may be others in each step
 LATE = 10**9  # updates, after which an optimizer does nothing more for the first time
 
-_first_states: WeakKeyDictionary[optim.Optimizer, dict[Any, dict[str, int]]] = WeakKeyDictionary()  # by what is alike
+Parts = tuple[dict[str, int], str]  # of a state: bytes by name, and the name of one that cannot be elsewhere alone
+_first_states: WeakKeyDictionary[optim.Optimizer, dict[Any, Parts]] = WeakKeyDictionary()  # by what is alike
 
 
 def parameters_of(optimizers: Iterable[optim.Optimizer]) -> list[torch.Tensor]:
@@ -158,8 +159,17 @@ class Update:
     @property
     def states(self) -> dict[str, int]:
         """Bytes of each part of its state on its device, from the first update on, by name."""
+        return self._parts[0]
+
+    @property
+    def inseparable(self) -> str:
+        """The name of a part of its state that is no tensor with bytes of its own; empty: there is none."""
+        return self._parts[1]
+
+    @property
+    def _parts(self) -> Parts:
         if state := self.optimizer.state.get(self.parameter):
-            return self._bytes_here(state)
+            return self._bytes_here(state), _inseparable(state, self.parameter, is_first=False)
         shard, found = local(self.parameter), _first_states.setdefault(self.optimizer, {})
         alike = self.group, self.about, shard.shape, shard.stride(), shard.dtype, shard.device
         if alike not in found:
@@ -178,7 +188,7 @@ class Update:
                             raise
                     else:
                         break
-            found[alike] = self._bytes_here(states[like])
+            found[alike] = self._bytes_here(states[like]), _inseparable(states[like], like, is_first=True)
         return found[alike]
 
     def _bytes_here(self, state: dict[str, Any]) -> dict[str, int]:
@@ -286,6 +296,23 @@ def _copied(what: Any, like: torch.Tensor | None = None) -> Any:
     if not isinstance(what, torch.Tensor):
         return copy.deepcopy(what)
     return what.clone() if like is None or home_of(what) is None else what.to(like.device, copy=True)
+
+
+def _inseparable(state: dict[str, Any], parameter: torch.Tensor, *, is_first: bool) -> str:
+    # In a first state storages are compared. Later ones may be loaded, as views that do not overlap.
+    places = {_place(local(parameter), is_first)}
+    for name, part in state.items():
+        tensors = [local(t) for t in tree_leaves(part) if isinstance(t, torch.Tensor)]
+        for t in tensors:
+            has_own = not is_first or t.untyped_storage().nbytes() == t.nbytes
+            if not isinstance(part, torch.Tensor) or not has_own or _place(t, is_first) in places:
+                return str(name)
+            places.add(_place(t, is_first))
+    return ""
+
+
+def _place(t: torch.Tensor, is_first: bool) -> tuple[int, int]:
+    return t.untyped_storage()._cdata, 0 if is_first else int(t.storage_offset())
 
 
 def _step_in_slices(step: Callable[..., None], parameter: torch.Tensor, gradient: torch.Tensor, states: Any) -> None:

@@ -197,7 +197,7 @@ class Placement:
         there = torch.empty(here.nbytes(), dtype=torch.uint8, device=self.device).untyped_storage()
         there.copy_(here)
         for t in group:
-            stack.callback(setattr, t, "data", t.data)
+            stack.callback(_bring_back, t, t.data, there)
             t.data = within(there, t)
         stack.callback(here.copy_, there)
 
@@ -220,6 +220,13 @@ class Placement:
             state = self._state(p)
             for name, part in state.items():
                 state[name] = tree_map_only(torch.Tensor, lambda t: t.to(CPU), part)
+
+
+def _bring_back(t: torch.Tensor, here: torch.Tensor, there: torch.UntypedStorage) -> None:
+    # Its optimizer may have put another tensor in the place of its data.
+    if t.untyped_storage()._cdata != there._cdata:
+        here.copy_(t.data)
+    t.data = here
 
 
 def _is_large(part: Any) -> bool:

@@ -6,6 +6,7 @@ import copy
 import errno
 import itertools
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -240,8 +241,92 @@ def test_a_method_that_knows_of_no_homes_is_refused(tmp_path: Path) -> None:
 def test_a_second_memory_that_is_too_small_is_told_with_what_is_at_home(tmp_path: Path) -> None:
     model = checkmate.in_file(Net(), tmp_path)
     step = checkmate.training_step(model, _optimizer(model), budget=BUDGET, host=f"file:{tmp_path}", host_budget="5 MB")
-    with pytest.raises(checkmate.HostError, match=r"there: 4.19 MB of parameters, 6.29 MB of states. Say host_budget="):
+    with pytest.raises(
+        checkmate.HostError, match=r"there: 4.19 MB of parameters, 6.29 MB of states. Say host_budget="
+    ) as refusal:
         step(X, Y, torch.tensor(1.0))
+    (least,) = re.findall(r"host_budget=([0-9_]+)", str(refusal.value))
+    there: dict[str, Any] = {"host": f"file:{tmp_path}", "host_budget": int(least), "time_limit": 0.5}
+    checkmate.training_step(model, _optimizer(model), budget="24 MB", **there)(X, Y, torch.tensor(1.0))
+
+
+class Momentum(optim.Optimizer):
+    """Its state is made and replaced by functions of the parameter, or of the state, and of the number of updates."""
+
+    def __init__(self, params: Any, new: Callable[[Tensor], dict[str, Any]], replace: Callable[..., Any] | None = None):
+        super().__init__(params, {"lr": 0.1})
+        self.new, self.replace = new, replace
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for p in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+            state = self.state[p]
+            if not state:
+                state.update(self.new(p))
+            for part in state["m"] if isinstance(state["m"], list) else [state["m"]]:
+                p.sub_(part.add_(p.grad), alpha=0.1)
+            state["n"] = state.get("n", 0) + 1
+            if self.replace is not None and state["n"] == 3:
+                state["m"] = self.replace(state["m"])
+
+
+def _listed(p: Tensor) -> dict[str, Any]:
+    return {"m": [torch.zeros_like(p)]}
+
+
+def _in_one_storage(p: Tensor) -> dict[str, Any]:
+    return dict(zip("mv", torch.zeros(2, *p.shape), strict=True))
+
+
+def _of_two_names(p: Tensor) -> dict[str, Any]:
+    m = torch.zeros_like(p)
+    return {"m": m, "v": m}
+
+
+def _wide_steps(folder: Path, new: Callable[[Tensor], dict[str, Any]], replace: Any = None) -> checkmate.TrainingStep:
+    model = checkmate.in_file(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)), folder)
+    there: dict[str, Any] = {"budget": "9 MB", "host": f"file:{folder}", "host_budget": "100 MB", "time_limit": 0.5}
+    optimizer = Momentum(model.parameters(), new, replace)
+    return checkmate.training_step(lambda x: model(x).square().mean(), optimizer, alone=True, **there)
+
+
+@pytest.mark.parametrize(("new", "part"), [(_listed, "m"), (_in_one_storage, "m"), (_of_two_names, "v")])
+def test_a_state_that_cannot_move_alone_is_refused(new: Any, part: str, tmp_path: Path) -> None:
+    """A list stayed in memory uncounted, and of two names for one tensor each had a home of its own: other numbers."""
+    with pytest.raises(checkmate.Unsupported, match=f"the state '{part}', which is no tensor with bytes of its own"):
+        _wide_steps(tmp_path, new)(X)
+
+
+def test_a_state_that_changes_its_bytes_is_told_and_left_as_the_update_made_it(tmp_path: Path) -> None:
+    step = _wide_steps(tmp_path, lambda p: {"m": torch.zeros_like(p)}, lambda m: m.bfloat16())
+    step(X)
+    step(X)
+    with pytest.raises(checkmate.Unsupported, match=r"the state 'm' of a parameter of .* with 524.29 kB .* of 1.05 MB"):
+        step(X)
+    (optimizer,) = step._updates.optimizers
+    states = [state["m"] for p, state in optimizer.state.items() if p.ndim == 2]
+    (changed,) = (m for m in states if m.dtype == torch.bfloat16)
+    assert changed.isfinite().all()
+    assert changed.any()
+
+
+def test_states_that_are_loaded_as_views_of_one_tensor_get_homes(tmp_path: Path) -> None:
+    """As of a checkpoint whose tensors lie in one storage."""
+
+    def flat(i: int, model: nn.Module, optimizer: optim.Optimizer) -> None:
+        if i == 2:
+            loaded = optimizer.state_dict()
+            for state in loaded["state"].values():
+                both = torch.stack([state["exp_avg"], state["exp_avg_sq"]])
+                state["exp_avg"], state["exp_avg_sq"] = both[0], both[1]
+            optimizer.load_state_dict(loaded)
+
+    def train(make: Callable[..., Any]) -> TrainedWhole:
+        new = (lambda: checkmate.in_file(Net(), tmp_path)) if make is not plain_step else Net
+        how: dict[str, Any] = {"loss": itself, "batch": (X, Y, torch.tensor(1.0)), "between": flat, "metered": False}
+        return training(new, _optimizer, steps=4, **how)(make)
+
+    assert_as_plain(train, budget=BUDGET, host=f"file:{tmp_path}", host_budget="100 MB")
 
 
 def test_a_model_in_a_file_without_a_second_memory_is_told_of_one(tmp_path: Path) -> None:
@@ -268,7 +353,7 @@ def test_without_host_budget_it_is_what_is_free_there(tmp_path: Path, monkeypatc
     assert 0 <= (90 + 4) * 2**20 - plan.problem.host.budget <= blocks
     free = 10 * 2**20
     sums = "4.19 MB of parameters, 6.29 MB of states, 3.15 MB of sums of gradients"
-    with pytest.raises(checkmate.HostError, match=f"there: {sums}. Say host_budget='13.64 MB "):
+    with pytest.raises(checkmate.HostError, match=f"there: {sums}. Say host_budget=13_7"):
         stepped(2)
     monkeypatch.setattr(ranks, "train_together", lambda: True)
     with pytest.raises(checkmate.HostError, match="Ranks share a plan: say how many bytes each may take there"):

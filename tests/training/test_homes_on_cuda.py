@@ -146,6 +146,30 @@ def test_between_calls_all_is_on_the_cpu_and_current() -> None:
         assert device == DEVICE or assert_at_home(other, its) is None
 
 
+class Replacing(optim.Optimizer):
+    """Puts another tensor in the place of a parameter's data, as some optimizers do."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for p in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+            p.data = p.data - 0.1 * p.grad
+
+
+@pytest.mark.slow
+def test_an_optimizer_that_replaces_data_updates_small_and_large_parameters() -> None:
+    """Small ones came back as they were."""
+    found = []
+    for make, device, how in ((planned_step, CPU, {**THERE, "alone": True}), (plain_step, DEVICE, {})):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(512, 512), nn.Linear(512, 512)).to(device)
+        step = make(lambda x, model=model: model(x).square().mean(), Replacing(model.parameters()), **how)
+        losses = [step(X.to(device)) for _ in range(3)]
+        found.append(on_cpu([losses, model.state_dict()]))
+    assert_same_bits(*found)
+
+
 class Branches(nn.Module):
     """Of two large layers a call uses one; a batch without rows of the first kind has no gradient for it."""
 
