@@ -80,6 +80,10 @@ _ALL_HERE = (
     "The model is in a file, and the step has no second memory: with host='file:/the/folder' and host_budget= its "
     "parameters and states are in memory only while the step needs them."
 )
+_NONE_THERE = (
+    "No parameter is at home in the second memory: checkmate.in_file(model, '/the/folder') has a model there, and "
+    "device= one that is on the CPU."
+)
 
 
 def run_generated_code(module: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
@@ -390,7 +394,9 @@ class _Compilation:
             try:
                 return ask(problem) if replays is None else plan_in_blocks(ask, problem, replays)
             except InfeasibleBudget as error:
-                words = [planner.source, _ALL_HERE if away and second_memory is None else ""]
+                words = [planner.source]
+                if updates is not None and bool(away) == (second_memory is None):
+                    words.append(_ALL_HERE if away else _NONE_THERE)
                 raise (error.saying(" ".join(filter(None, words))) if any(words) else error) from None
 
         # The modules of the plan, and of any that may take over. What goes on then holds no backend, which is gone as

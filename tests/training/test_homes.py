@@ -329,10 +329,15 @@ def test_states_that_are_loaded_as_views_of_one_tensor_get_homes(tmp_path: Path)
     assert_as_plain(train, budget=BUDGET, host=f"file:{tmp_path}", host_budget="100 MB")
 
 
-def test_a_model_in_a_file_without_a_second_memory_is_told_of_one(tmp_path: Path) -> None:
+def test_a_model_without_a_second_memory_and_one_beside_it_are_told(tmp_path: Path) -> None:
     model = checkmate.in_file(Net(), tmp_path)
     step = checkmate.training_step(model, _optimizer(model), budget=BUDGET)
     with pytest.raises(checkmate.InfeasibleBudget, match=r"in a file, .* no second memory: with host="):
+        step(X, Y, torch.tensor(1.0))
+    model = Net()
+    there: dict[str, Any] = {"host": f"file:{tmp_path}", "host_budget": "100 MB"}
+    step = checkmate.training_step(model, _optimizer(model), budget=BUDGET, **there)
+    with pytest.raises(checkmate.InfeasibleBudget, match=r"No parameter is at home .* checkmate.in_file\(model, "):
         step(X, Y, torch.tensor(1.0))
 
 
