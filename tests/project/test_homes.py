@@ -35,7 +35,7 @@ def step() -> Problem:
     return traced(1, 1024, 2, "h100", middle=True)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_choice_of_others_is_a_plan_that_recomputes_what_it_does_not_send(step: Problem) -> None:
     problem = there(step, of_layers(step, large_values(step)), ROW)
     graph, layers = problem.graph, layers_of(problem)

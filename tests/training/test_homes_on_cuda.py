@@ -202,7 +202,7 @@ def test_sums_that_the_last_call_does_not_reach(way: str) -> None:
     assert_same_bits(*found)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_another_size_is_planned_with_the_states_that_there_are() -> None:
     """And gradients that are left in .grad, of parameters that no optimizer has too, come to the CPU."""
     found = []
