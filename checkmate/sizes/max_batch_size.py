@@ -45,6 +45,7 @@ from checkmate.solvers.search.adapt import as_start
 from checkmate.solvers.search.min_budget import min_budget
 from checkmate.solvers.solve import check_limits, check_method, solve
 from checkmate.statusline import showing
+from checkmate.tracing import Batch
 from checkmate.units import format_bytes, parse_budget
 
 log = logging.getLogger("checkmate.sizes")
@@ -122,7 +123,15 @@ def max_batch_size(
         raise ValueError("measure=True runs plans without a second memory: compile the step of the answer to run it.")
     # Search, compare with other methods, draw the curve.
     advice = "smallest= and largest= say between which sizes to look."
-    steps = SizedSteps(maker_of(make_step), lambda size: arguments_of(make_batch(size)), options, known, advice)
+    counted = list[float | None]()  # tokens of a sample, of each batch that is made
+
+    def batch_of(size: int) -> Batch:
+        batch = arguments_of(make_batch(size))
+        tokens = tokens_of(batch)
+        counted.append(None if tokens is None else tokens / size)
+        return batch
+
+    steps = SizedSteps(maker_of(make_step), batch_of, options, known, advice)
     search = _Search(SizedProblems(steps, smallest=smallest), total, max_overhead, smallest, largest, time_limit)
     if measure:
         real_tensors(steps.make(smallest))
@@ -130,9 +139,7 @@ def max_batch_size(
         search.find(steps if measure else None)
         search.compare(names)
         search.draw()
-    found = search.result()
-    tokens = tokens_of(steps.make(found.size)[1])
-    return found if tokens is None else replace(found, tokens=tokens / found.size)
+    return replace(search.result(), tokens=counted[-1])
 
 
 @dataclass

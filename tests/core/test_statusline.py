@@ -42,9 +42,11 @@ def _fast(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def drawn(screen: io.StringIO) -> None:
     """Wait for the line to be drawn again: the second drawing began after the call."""
+    end = time.monotonic() + 60
     for _ in range(2):
         before = len(screen.getvalue())
         while not screen.getvalue()[before:].strip():
+            assert time.monotonic() < end, "there is no line"
             time.sleep(0.005)
 
 
