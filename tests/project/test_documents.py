@@ -22,7 +22,7 @@ from benchmarks.common.rows import latest, read
 from benchmarks.solve import picture
 from benchmarks.start.seconds import LOOP
 from checkmate.backends.planner import CompileOptions, Options
-from checkmate.units import parse_bytes
+from checkmate.units import format_bytes, parse_bytes
 from tests.project.test_layers import SOURCES
 from tests.support.processes import own_cache, run_fresh_python, run_python
 from tests.support.sampling import long, slow
@@ -64,6 +64,16 @@ def test_the_commands_of_the_pages_are_ones_that_it_knows(shell: Any) -> None:
         command, *words = line.split()
         shown, _ = shell(f"{command} --help")
         assert all(word in shown for word in words if word.startswith("--"))
+
+
+def test_figures_of_a_model_that_is_larger_than_its_memory() -> None:
+    row = _rows("in_file")[-1]
+    assert row["same_bits"]
+    assert row["planned_peak"] <= row["budget_bytes"] < row["limit_bytes"] < row["homes_bytes"]
+    for name in ("homes_bytes", "limit_bytes", "budget_bytes", "peak", "first_peak"):
+        assert format_bytes(row[name]) in FIGURES
+    assert f"A step takes {row['seconds']:.1f} s, and one of plain" in FIGURES
+    assert f"in memory {row['plain_seconds']:.1f} s" in FIGURES.replace("\n", " ")
 
 
 def test_the_files_of_the_main_path_say_that_they_are() -> None:
