@@ -30,7 +30,7 @@ from checkmate.solvers.solve import min_budget
 from tests.solvers.checks import check
 from tests.support.all_plans import cheapest_plan, random_problem_with_homes
 from tests.support.offers import plan
-from tests.support.sampling import in_turn, long, slow
+from tests.support.sampling import in_turn, long
 
 ONCE = 1 + 1e-6  # solvers round
 # ops 0 and 1 are layers with a parameter each, ops 2 and 3 their gradients, ops 4 and 5 update by these and a state
@@ -52,7 +52,7 @@ def budgets(problem: Problem) -> list[int]:
     return sorted({least, least + 2, (least + most) // 2, most})
 
 
-@pytest.mark.parametrize(("first", "seeds"), [(0, 3), slow(3, 7), long(10, 90), long(100, 100)])
+@pytest.mark.parametrize(("first", "seeds"), [(0, 3), long(3, 7), long(10, 90), long(100, 100)])
 def test_no_plan_is_below_the_bound_and_few_found_are_above_the_cheapest(first: int, seeds: int) -> None:
     above = []
     for seed in range(first, first + seeds):
