@@ -192,7 +192,7 @@ class _Mapped(Home):
         return self.memory.folder
 
     def beside(self, sizes: Sequence[int]) -> list[torch.UntypedStorage]:
-        """Make storages of so many bytes each, which are at home in one file of the folder."""
+        """Make storages of these sizes in bytes, at home in one file of the folder."""
         return map_storages(sizes, self.place)
 
     def let_go(self) -> None:

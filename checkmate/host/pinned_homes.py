@@ -30,7 +30,7 @@ class Pinned(Home):
         return self.device
 
     def beside(self, sizes: Sequence[int]) -> list[torch.UntypedStorage]:
-        """Make storages of so many bytes each, which are at home as this one is."""
+        """Make storages of these sizes in bytes, pinned for the same device."""
         return [pin_storage(size, self.device) for size in sizes]
 
     def stand_ins(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -63,7 +63,7 @@ class Home:
         """Write the pages that only memory has, and free them there."""
 
     def beside(self, sizes: Sequence[int]) -> list[torch.UntypedStorage]:
-        """Make storages of so many bytes each, which are at home in the same place."""
+        """Make storages of these sizes in bytes, at home in the same place."""
         raise NotImplementedError
 
 

@@ -366,7 +366,7 @@ class Program:
             self.model.constrain(f"{name}, then the op", [(D, 1.0), *ended], lower=seconds)
 
     def come_home(self, dirty: np.ndarray, written: np.ndarray, kept: np.ndarray, q: np.ndarray, p: np.ndarray) -> None:
-        """Have all that is at home there in the end, and here what is kept; see the module.
+        """Add the rows of the end of a step: homes are there, and kept copies here; see the module.
 
         Args:
             dirty: (T, V) bool, stages after a home's bytes have changed.

@@ -74,7 +74,7 @@ class RoomBound:
 
 
 def bounds_with_more(problem: Problem, budget: int, here: int, there: int, time_limit: float) -> tuple[RoomBound, ...]:
-    """The linear bound as it is, with so many bytes more here, and with so many more in the second memory.
+    """The linear bound as it is, with more bytes here, and with more bytes in the second memory.
 
     Args:
         time_limit: seconds for each; one takes about a second for 4,000 ops.
