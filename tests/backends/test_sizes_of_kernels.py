@@ -30,22 +30,23 @@ Made = tuple[nn.Module, Callable[..., Tensor]]
 class _Gated(nn.Module):
     """Tokens, gated layers with dropout, and a loss."""
 
-    def __init__(self, width: int = 32) -> None:
+    def __init__(self, width: int = 32, layers: int = 2) -> None:
         super().__init__()
+        self.layers = layers
         self.embed, self.last, self.drop = nn.Embedding(50, width), nn.Linear(width, 50), nn.Dropout(0.1)
         self.gate, self.up = (nn.Linear(width, 2 * width) for _ in range(2))
         self.down = nn.Linear(2 * width, width)
 
     def forward(self, tokens: Tensor, scale: float = 1.0) -> Tensor:
         h = self.embed(tokens)
-        for _ in range(2):
+        for _ in range(self.layers):
             f = h * torch.rsqrt(h.square().mean(-1, keepdim=True) + 1e-6)
             h = h + self.drop(self.down(F.relu(self.gate(f)) * self.up(f))) * scale
         return F.cross_entropy(self.last(h).flatten(0, 1), tokens.flatten())
 
 
 def _gated() -> Made:
-    net = _Gated()
+    net = _Gated(layers=1)
     return net, lambda tokens: net(tokens)
 
 

@@ -272,7 +272,7 @@ class Scenes:
         assert max(budgets[0] + budgets[1]) < 10**8 + 10**7
 
 
-MORE = [Scenes.a_second_memory]
+MORE = [Scenes.a_second_memory, Scenes.lengths_of_their_own_on_each_rank]
 SCENES = [scene for name, scene in vars(Scenes).items() if name[0] != "_" and scene not in MORE]
 
 
