@@ -76,6 +76,17 @@ def test_figures_of_a_model_that_is_larger_than_its_memory() -> None:
     assert f"in memory {row['plain_seconds']:.1f} s" in FIGURES.replace("\n", " ")
 
 
+def test_figures_of_a_model_in_the_ram_of_a_small_gpu() -> None:
+    for row in latest(_rows("fits"), "call", "device"):
+        if row["device"] == "rtx4090":
+            batch, tokens = map(int, row["call"].split("x"))
+            there, seconds = row["host_bytes"] / 1e9, row["seconds"] - row["trace_seconds"]
+            said = f"{there:.1f} GB | {row['speed']:.2f} | {row['speed_bound']:.2f} | {seconds:.0f} |"
+            assert f"| {batch} x {tokens:,} | {said}" in PAGES["fit"]
+        else:
+            assert row["way"] == "recomputation"
+
+
 def test_the_files_of_the_main_path_say_that_they_are() -> None:
     named = re.findall(r"(\d+) `([\w/]+\.py)`", PAGES["idea"])
     said = {}
