@@ -23,8 +23,9 @@ from checkmate.errors import SolverError
 from checkmate.solvers.common.flat_problem import Tables
 from checkmate.solvers.common.incumbent import Clock, Task, certify
 from checkmate.solvers.common.schedules import as_matrix, as_stages, cost_of, fits
+from checkmate.solvers.search.drop_runs import drop_runs
 from checkmate.solvers.search.greedy import GRID, DeadEnd, run_pass
-from checkmate.solvers.search.local_search import drop_runs, exchange
+from checkmate.solvers.search.local_search import exchange
 
 Start = Solution | Schedule
 PASSES = 4  # of eviction, at most
