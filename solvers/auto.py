@@ -1,12 +1,14 @@
 """The method "auto", several methods in turn: a usable plan almost at once, a bound, then searches that close the gap.
 
     a known plan adapted, or passes of next use; where none fits, what is near to keeping everything, solved exactly,
-    or the plan of the smallest peak
+    or a plan of a small peak
     -> the search backwards, which is exact where the graph is tiny
-    -> the bound of more and more moments, whose answers suggest plans
+    -> the bound of more and more moments; plans that keep what it keeps
     -> all passes of next use and their local search, where they had no time to end
-    -> detours from the best plan, backwards; its neighbourhoods, solved exactly; tilted passes
-    -> the exact model, where the graph is small; else more tilted passes, detours and neighbourhoods in turn
+    -> detours from the first plan, backwards
+    -> passes guided by the bound, beside a plan of a small peak, and their local search
+    -> neighbourhoods of the best plan, solved exactly
+    -> the exact model, where the graph is small; else more guided passes, detours and neighbourhoods in turn
 
 Each stage starts from the best plan so far and ends once the gap asked for is proven or its share of time is spent.
 On the main path, 10 of 16: see docs/idea.md.
@@ -26,18 +28,22 @@ from checkmate.core.solution import OPTIMAL_GAP, Solution
 from checkmate.errors import SolverError
 from checkmate.solvers.baselines.checkpointing import checkpoint_all
 from checkmate.solvers.common.incumbent import Clock, Incumbent, Remarks, Task
-from checkmate.solvers.common.schedules import as_stages, obeys_limits
+from checkmate.solvers.common.schedules import obeys_limits
 from checkmate.solvers.host.offload import offload
 from checkmate.solvers.linear.milp import milp
-from checkmate.solvers.linear.moments import lifted_runs, moment_bound
+from checkmate.solvers.linear.moments import Bound, lifted_runs, moment_bound
 from checkmate.solvers.search.adapt import Start, adapt, as_schedule, proven_by
 from checkmate.solvers.search.backward_beam import Detours, backward_bound
-from checkmate.solvers.search.greedy import GRID, TiltedPasses, next_use
+from checkmate.solvers.search.drop_runs import GuidedPasses, drop_runs
+from checkmate.solvers.search.greedy import GRID, next_use
 from checkmate.solvers.search.local_search import exchange
-from checkmate.solvers.search.min_budget import TIME_LIMIT, ends_of, least_plan
+from checkmate.solvers.search.min_budget import TIME_LIMIT, ends_of, least_plan, small_plan
 from checkmate.solvers.search.neighbourhoods import Neighbourhoods
 
 NEXT_USE = 0.05  # of the time
+SMALL = 0.05  # of the time: a plan of the smallest peak is quickly found, or not at all
+ADAPT = 0.1  # of the time left: passes that keep what a relaxation keeps
+PASSES = 0.4  # of the time of guided passes; local search has the others
 OVER = 0.01  # of all the time: with less left no stage begins
 FINER = 0.2  # of the gap asked for: what the models of bounds are solved to
 SHARE_OF_TURN = 0.15  # of all the time: one search in turn
@@ -69,7 +75,7 @@ def auto(
 
     >>> from checkmate import Problem, solve
     >>> chain = Problem.from_dag([[], [0], [1], [0, 2]], seconds=[1, 2, 3, 4], sizes=[10, 20, 20, 5])
-    >>> solve(chain, 50, without=["tilted"]).status
+    >>> solve(chain, 50, without=["guided"]).status
     Status.OPTIMAL
     """
     # Refuse unknown stages; hand a second memory to `offload`; keep all if that fits.
@@ -91,8 +97,10 @@ def auto(
     search = Portfolio(replace(task, gap=max(task.gap, OPTIMAL_GAP)), incumbent, settle, known, patience, enough)
     for stage in STAGES:
         if search.is_open and stage.name not in without and len(task.problem.graph.ops) <= stage.most_ops:
+            before = search.task.clock.elapsed
             try:
                 stage.run(search, search.task.within(stage.share * search.left))
+                log.debug("stage %s took %.1f s", stage.name, search.task.clock.elapsed - before)
             except SolverError as error:  # the other stages and the best plan so far are as good as before
                 log.warning("%s failed: %s", stage.name, error)
                 search.failed.append(str(error))
@@ -113,6 +121,9 @@ class Portfolio:
     stuck: int | None = None  # the op that no pass got beyond
     is_cut_short: bool = False  # the first look by passes of next use, by the clock
     failed: list[str] = field(default_factory=list)  # errors of stages
+    relaxed: Bound | None = None  # what the last relaxation of moments keeps
+    rough: np.ndarray | None = None  # runs of the first plan, before local search
+    small: list[list[int]] | None = None  # the ops that run in each stage of a plan of a small peak
 
     @property
     def left(self) -> float:
@@ -130,9 +141,17 @@ class Portfolio:
         return best.R is None or best.cost - best.bound > self.task.gap * best.cost
 
     # Searches that later turns go on with, each made when it is first needed.
-    tilts = cached_property(lambda self: TiltedPasses(self.task))
     detours = cached_property(lambda self: Detours(self.task))
     neighbourhoods = cached_property(lambda self: Neighbourhoods(self.task))
+
+    @cached_property
+    def guided(self) -> GuidedPasses | None:
+        """Passes beside a plan of a small peak, guided by a relaxation; None where there is no such plan."""
+        if self.small is None:
+            self.small = small_plan(self.task.problem, self.task.budget, Clock(SMALL * self.left))
+        if self.small is None or self.relaxed is None:
+            return None
+        return GuidedPasses(self.task, self.small, [*self.relaxed.moments], self.relaxed.parts)
 
 
 def _known(search: Portfolio, task: Task) -> None:
@@ -162,20 +181,25 @@ def _near_keep_all(search: Portfolio, task: Task) -> None:
 
 
 def _least(search: Portfolio, task: Task) -> None:
-    """If no pass fits, offer the plan of the smallest peak."""
+    """If no pass fits, drop runs of a plan of a small peak."""
     if search.incumbent.R is not None:
         return
-    problem, budget = task.problem, task.budget
-    ends = ends_of(problem, time_limit=max(min(1.0, search.patience), min(TIME_LIMIT, task.clock.left)))
-    if budget < ends.bound:
-        search.incumbent.prove(float("inf"))
-    if budget >= ends.peak:
-        search.incumbent.offer(least_plan(problem, budget, Clock(0.0)), "least")  # to drop runs takes long
-        runs = least_plan(problem, budget, task.clock)
-        search.incumbent.offer(runs, "least")
-        plan = search.incumbent.plan
-        if plan is not None and not plan.is_a_schedule:  # no search but this knows plans of which R does not say all
-            search.incumbent.offer(exchange(task, runs), "least")
+    problem, budget, least = task.problem, task.budget, min(1.0, search.patience)
+    runs = small_plan(problem, budget, Clock(max(least, SMALL * task.clock.left)))
+    if runs is None:
+        ends = ends_of(problem, time_limit=max(least, min(TIME_LIMIT, task.clock.left)))
+        if budget < ends.bound:
+            search.incumbent.prove(float("inf"))
+        if budget < ends.peak:
+            return
+        runs = least_plan(problem, budget, Clock(0.0))
+    search.small = runs
+    search.incumbent.offer(drop_runs(problem, budget, runs, Clock(0.0)), "least")
+    cheapest = GuidedPasses(task, runs).plain(Clock(NEXT_USE * search.left))
+    if cheapest is not None:
+        search.incumbent.offer(cheapest, "least")
+        search.rough = search.incumbent.R
+        search.incumbent.offer(exchange(task.within(ADAPT * search.left), cheapest), "least")
 
 
 def _bound(search: Portfolio, task: Task) -> None:
@@ -183,7 +207,11 @@ def _bound(search: Portfolio, task: Task) -> None:
     offer = partial(search.incumbent.offer, by="bound")
     found = moment_bound(replace(task, gap=FINER * task.gap), search.incumbent, on_runs=offer)
     if found.moments and not found.infeasible:
-        offer(lifted_runs(task.problem, found))
+        search.relaxed, runs = found, lifted_runs(task.problem, found)
+        offer(runs)
+        adapted = adapt(search.task.within(ADAPT * search.left), runs)
+        if adapted is not None:
+            offer(adapted)
 
 
 def _neighbourhoods(search: Portfolio, task: Task) -> None:
@@ -195,24 +223,30 @@ def _neighbourhoods(search: Portfolio, task: Task) -> None:
 
 
 def _detours(search: Portfolio, task: Task) -> None:
-    """Continue the beam searches beside the best plan, as wide as the last ones were."""
-    best = search.incumbent
+    """Continue the beam searches beside the best plan, as wide as the last ones were.
+
+    The first ones are beside the first plan: beside a plan that is improved already they find less.
+    """
+    best, rough = search.incumbent, search.rough
     if best.R is not None and not search.detours.is_over:
-        best.offer(search.detours.search(best.R, task.clock), "detours")
+        best.offer(search.detours.search(best.R if rough is None else rough, task.clock), "detours")
+        search.rough = None
 
 
-def _tilted(search: Portfolio, task: Task) -> None:
-    """Continue the search over tilts; local search has the last fifth of the time."""
-    if (R := search.tilts.search(task.clock.share(0.8))) is not None:
-        search.incumbent.offer(exchange(task, as_stages(R)), "tilted")
+def _guided(search: Portfolio, task: Task) -> None:
+    """Continue the search over worths of values, then improve its plans by local search."""
+    if search.relaxed is not None and search.guided is not None:
+        for runs in search.guided.search(task.clock.share(PASSES)):
+            if not task.clock.is_over:
+                search.incumbent.offer(exchange(task, runs), "guided")
 
 
 def _in_turn(search: Portfolio, task: Task) -> None:
-    """Alternate tilted passes, detours and neighbourhoods until beams have full width and nothing better is found."""
+    """Alternate guided passes, detours and neighbourhoods until beams have full width and nothing better is found."""
     best, before = search.incumbent, float("inf")
     while search.is_open:
         looked_around = (_neighbourhoods,) if "neighbourhoods" in best.found else ()  # it is of use for this step
-        for part in (*looked_around, _tilted, _detours):
+        for part in (*looked_around, _guided, _detours):
             if search.is_open:
                 part(search, task.within(min(search.left, SHARE_OF_TURN * search.task.clock.seconds)))
         if best.cost >= before * (1 - 1e-9) and (best.R is None or search.detours.is_over):
@@ -238,10 +272,10 @@ STAGES = (
     # exact where no states are merged, as in most tiny graphs
     Stage("exact at once", lambda search, task: backward_bound(task, search.incumbent), 0.3, most_ops=50),
     Stage("bound", _bound, 0.3),
-    Stage("all passes", _all_passes, 0.8),
+    Stage("all passes", _all_passes, 0.25),
     Stage("detours", _detours, 0.3),
-    Stage("neighbourhoods", _neighbourhoods, 0.2),
-    Stage("tilted", _tilted, 0.2),
+    Stage("guided", _guided, 0.3),
+    Stage("neighbourhoods", _neighbourhoods, 0.3),
     Stage("exact", lambda search, task: milp(task, search.incumbent), 1.0, most_ops=150),
     Stage("in turn", _in_turn, 1.0),
 )

@@ -20,10 +20,16 @@ from checkmate.core.rules import Rules, as_mapping, with_rules, without_rules
 from checkmate.core.solution import Query, Refusal, Solution, Solver, Status, check_problem, smallest_budget
 from checkmate.errors import InvalidProblem, RuleError, SolverError
 from checkmate.solvers.catalogue import METHODS
-from checkmate.solvers.common.flat_problem import Tables
 from checkmate.solvers.common.incumbent import Clock, Incumbent, Remarks, Task
 from checkmate.solvers.search.adapt import Start, as_schedule
-from checkmate.solvers.search.min_budget import TIME_LIMIT, bottleneck, ends_of, least_plan, min_budget
+from checkmate.solvers.search.min_budget import (
+    TIME_LIMIT,
+    bottleneck,
+    ends_of,
+    min_budget,
+    slow_budget,
+    smallest_within,
+)
 from checkmate.solvers.search.overlap import overlap
 from checkmate.statusline import showing
 from checkmate.units import check_positive, exact_bytes, format_bytes, format_seconds, parse_bytes
@@ -33,14 +39,12 @@ __all__ = ["min_budget", "solve"]
 log = logging.getLogger("checkmate.solve")
 
 PATIENCE = 1.0  # seconds to look for each budget that a refusal names; auto may take longer for the smallest
-SLOW = 0.5  # overhead of the plan of the smallest budget from which on a refusal says so, and names a roomier budget
+SLOW = 1.5  # times the step: where the smallest budget takes that, a refusal says so, and names a roomier budget
 SAVES = 0.8  # times the step of the smallest budget: a roomier budget is named where its step takes less than this
-ROOM = 1.1  # times the smallest budget, where a plan is found soon
 FIRST_SECONDS, PER_OP = 0.5, 1e-3  # to look for a plan of a step, and of each split, before any is looked at for long
 SHARES = (1, 1 / 2, 1 / 4, 1 / 8)  # of the time limit: a step, its splits; further ones get as much as the last
 WORTH_A_SPLIT = 0.01  # of the cost: so much a further split has to save
-HALVING, TRY_SECONDS = 1.0, 0.1  # seconds to look for a budget that halves the step, and for each at least
-NEAR = 0.05  # of a budget: as near as that it is looked for
+HALVING = 1.0  # seconds to look for a budget that halves the step
 LEAST_SECONDS = 0.5  # to look for the smallest budget without each rule, at least
 PROVING = ("auto", "milp")  # their bounds grow with their time
 FOLLOWS_ALL = ("auto", "milp", "lp-rounding", "next-use")  # the others know of ops that run once, and of no other rule
@@ -259,17 +263,9 @@ def with_halved(solution: Solution) -> Solution:
     It is the smallest that was found in a second, by first plans.
     """
     problem, clock = solution.problem, Clock(HALVING)
-    low, high = solution.budget, problem.keep_all_peak
     if problem.host is not None or problem.limits.recomputed or solution.cost <= 2 * problem.keep_all_cost:
         return solution
-    halved = high, problem.keep_all_cost
-    while high - low > max(1, NEAR * high) and not clock.is_over:
-        middle = (low + high) // 2
-        found = attempt(Query(problem, middle, seconds=max(clock.left, TRY_SECONDS), gap=1.0), progress=False)
-        if found.plan is not None and found.cost <= solution.cost / 2:
-            high, halved = middle, (middle, found.cost)
-        else:
-            low = middle
+    halved = smallest_within(problem, solution.cost / 2, solution.budget, clock)
     return replace(solution, details={**solution.details, "halved": halved})
 
 
@@ -309,19 +305,13 @@ def check_limits(time_limit: float, gap: float) -> None:
 
 def _what_it_costs(problem: Problem, reserve: int) -> str:
     """Say that the smallest budget is slow, and name one that is not: at the smallest hardly any order is left."""
-    if problem.host is not None:  # waits for links are known only once it is planned
+    found = slow_budget(problem, ends_of(problem, time_limit=0.0).peak, slow=SLOW)
+    if found is None:
         return ""
-    smallest = ends_of(problem, time_limit=0.0).peak
-    took = Tables.of(problem).seconds_of(least_plan(problem, smallest, Clock(0.0)))
-    times = took / problem.keep_all_cost if problem.keep_all_cost else 1.0
-    if times <= 1 + SLOW:
-        return ""
-    roomier = solve(problem, min(int(ROOM * smallest), problem.keep_all_peak), time_limit=PATIENCE, progress=False)
-    slow = f" There a step takes {times:.1f} times as long"
-    if roomier.plan is None or roomier.cost > SAVES * times * problem.keep_all_cost:
+    slow = f" There a step takes {found.times:.1f} times as long"
+    if found.times_there > SAVES * found.times:
         return f"{slow}."
-    budget = format_bytes(roomier.budget + reserve, up=True)
-    return f"{slow}; with {budget}, {roomier.cost / problem.keep_all_cost:.1f} times."
+    return f"{slow}; with {format_bytes(found.budget + reserve, up=True)}, {found.times_there:.1f} times."
 
 
 def _name(problem: Problem, k: int) -> str:

@@ -18,7 +18,8 @@ from checkmate.solvers.common.fetches import sendable, with_fetches
 from checkmate.solvers.common.incumbent import Clock, Task
 from checkmate.solvers.linear import highs
 from checkmate.solvers.linear.links import proven_seconds
-from checkmate.solvers.linear.moments import build, in_windows
+from checkmate.solvers.linear.moment_model import build
+from checkmate.solvers.linear.moments import in_windows
 
 ROUNDS = 6  # moments that are added, at most
 LEAST = 0.01  # parts of a home that are none

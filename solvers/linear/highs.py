@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
@@ -20,11 +20,12 @@ import numpy as np
 
 from checkmate.errors import SolverError
 from checkmate.solvers.common.incumbent import Clock
-from checkmate.solvers.linear.model import Model
+from checkmate.solvers.linear.model import Model, Row
 
 PATIENCE = 0.7  # seconds that HiGHS has to end once Ctrl-C was pressed; after that it is left to end by itself
 ROUNDING = 1e-6  # of an objective, by which HiGHS may have summed it up otherwise
 COMPLETION = 0.2  # of the time left: to complete a start
+SLACK = 1e-6  # of a row: less is none
 OVERTIME = 0.04  # of the time limit; a run that takes more, in HiGHS's presolve say, is left to end by itself as well
 OnIncumbent = Callable[[np.ndarray], None]
 OnBound = Callable[[float], None]
@@ -179,6 +180,8 @@ class _Run:
             raise self._error
         if over:
             self._thread.join()
+            for asks in (self._solver.cbSimplexInterrupt, self._solver.cbIpmInterrupt, self._solver.cbMipInterrupt):
+                asks.unsubscribe(self._answer)
             _check(self._status, "run")
         self._stop = not over
         return over
@@ -212,6 +215,72 @@ class _Run:
                 call(value)
         except BaseException as error:  # noqa: BLE001  # Ctrl-C too: raised again by `wait`
             self._error, self._stop = error, True
+
+
+class Relaxation:
+    """The linear relaxation of a model, to which rows are added: each run begins where the one before ended.
+
+    >>> model = Model()
+    >>> x = model.variables((2,), cost=[-1.0, -1.0])
+    >>> relaxation = Relaxation(model)
+    >>> relaxation.solve().bound
+    -2.0
+    >>> relaxation.add([Row(x, np.array([2.0, 1.0]), 2.0)])
+    >>> relaxation.solve().bound, relaxation.rows
+    (-1.5, 1)
+    """
+
+    def __init__(self, model: Model, threads: int = 1) -> None:
+        self._model, self._added = model, list[Row]()
+        self._solver = _holding(_to_highs(model, relax=True), threads=threads)
+        self._slack = np.zeros(0)  # of the added rows, in the last answer
+
+    @property
+    def rows(self) -> int:
+        """How many rows were added and not dropped."""
+        return len(self._added)
+
+    def solve(self, time_limit: float = float("inf")) -> Result:
+        """Solve it.
+
+        Raises:
+            SolverError: if HiGHS ends in a state that says nothing about it.
+        """
+        if np.isfinite(time_limit):  # HiGHS counts all runs
+            _set(self._solver, "time_limit", self._solver.getRunTime() + time_limit)
+        run = _Run(self._solver, None, None)
+        if not run.wait(time_limit + 0.05 + OVERTIME * time_limit):
+            return Result(SolveStatus.STOPPED, None, float("inf"), least_objective(self._model))
+        result = _result(self._solver, self._model, relax=True)
+        if result.x is not None:
+            upper = np.array([row.upper for row in self._added])
+            self._slack = upper - np.array(self._solver.getSolution().row_value)[self._model.rows :]
+        return result
+
+    def add(self, rows: Sequence[Row]) -> None:
+        """Add rows."""
+        if not rows:
+            return
+        starts = np.cumsum([0, *(len(row.columns) for row in rows)])
+        columns = np.concatenate([row.columns for row in rows]).astype(np.int32)
+        coefficients = np.concatenate([row.coefficients for row in rows]).astype(np.float64)
+        lower, upper = np.full(len(rows), -highspy.kHighsInf), np.array([row.upper for row in rows], dtype=np.float64)
+        status = self._solver.addRows(
+            len(rows), lower, upper, len(columns), starts[:-1].astype(np.int32), columns, coefficients
+        )
+        _check(status, "add rows")
+        self._added += rows
+
+    def binding(self) -> list[Row]:
+        """The added rows without slack in the last answer."""
+        return [row for row, slack in zip(self._added, self._slack, strict=False) if slack <= SLACK]
+
+    def drop_slack(self) -> None:
+        """Drop the added rows with slack in the last answer."""
+        slack = self._slack > SLACK
+        rows = np.flatnonzero(slack).astype(np.int32) + self._model.rows
+        _check(self._solver.deleteRows(len(rows), rows.astype(np.int32)), "drop rows")
+        self._added = [row for row, drop in zip(self._added, slack.tolist(), strict=True) if not drop]
 
 
 def export(model: Model, path: str | os.PathLike[str]) -> None:

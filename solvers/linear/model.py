@@ -21,6 +21,16 @@ Term = tuple[np.ndarray, Numbers]  # columns, coefficients
 Entry = tuple[np.ndarray, np.ndarray, Numbers]  # rows, columns, coefficients
 
 
+@dataclass(frozen=True, eq=False)
+class Row:
+    """One constraint: Σ coefficient · column <= upper."""
+
+    columns: np.ndarray
+    coefficients: np.ndarray
+    upper: float
+    source: object = None  # what it was made from
+
+
 @dataclass
 class Model:
     """min cost @ x, subject to lower <= A x <= upper by family, and bounds and integrality by variable.
@@ -99,6 +109,11 @@ class Model:
         self._row_upper.append(np.broadcast_to(np.asarray(upper, dtype=np.float64), (count,)))
         self.families[name] = slice(self.rows, self.rows + count)
         self.rows += count
+
+    def constrain_rows(self, name: str, rows: Sequence[Row]) -> None:
+        """Add rows that were made one by one."""
+        entries = [(np.full(len(row.columns), i), row.columns, row.coefficients) for i, row in enumerate(rows)]
+        self.constrain_sparse(name, len(rows), entries, upper=np.array([row.upper for row in rows]))
 
     def matrix(self) -> sp.csc_array:
         """(rows, columns): the coefficients; repeated entries are added up."""

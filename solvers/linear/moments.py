@@ -23,16 +23,9 @@ there are two signs that one is missing. Where the plan that the model's answer 
 holds more than there is room for. And where a plan that fits runs an op twice between two moments, the model pays for
 one run only: it cannot prove what the other is for, unless a moment comes between them.
 
-Where the relaxation of more moments proves less than a model of fewer has proven, ops run in part in several segments.
-Then moments stand where most is unavoidable in each of 6 parts of the backward, then of 12, and so on, and rows tie
-several segments together. For a span of segments a..b, from moment a-1 to b, let ANY[j] say that op j runs in one:
-
-    R[s, j] <= ANY[j] <= Σ_s R[s, j]               s in a..b
-    ANY[j] <= X[a-1, v] + ANY[prod(v)]             v an input of op j, made before the span
-    X[b, v] <= X[a-1, v] + ANY[prod(v)]            v made before the span
-
-With them a model proves no less by its relaxation than each of the models whose segments are its spans. Every schedule
-obeys them: the first run of j in the span finds v at hand, which either was so at moment a-1 or was made in the span.
+The relaxation of each model is solved first, with more and more cuts (`checkmate.solvers.linear.cuts`), which take over
+from model to model: seconds, where a model in integers may take minutes. What it keeps more than half of is the answer
+that says which moments are missing. As long as the model in integers is solved soon after that, its answer says it.
 
 What only one op j reads, and nothing else that comes and goes goes into j, need not be kept where j may run instead:
 what j makes of it is kept as well in as few bytes. So X[i, v] = 0 for such v, from the first execution of j on.
@@ -45,39 +38,37 @@ from __future__ import annotations
 
 import bisect
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 import numpy as np
 
-from checkmate.core.limits import lives
 from checkmate.core.problem import Problem
 from checkmate.core.schedule import Schedule
 from checkmate.solvers.common.incumbent import Incumbent, Task
 from checkmate.solvers.common.schedules import bytes_in_stages, cost_of, fits, on_demand
 from checkmate.solvers.linear import highs
-from checkmate.solvers.linear.equations import cost_unit, run_at_most, size_unit
+from checkmate.solvers.linear.cuts import Path, PathCuts, rounded
 from checkmate.solvers.linear.highs import SolveStatus
-from checkmate.solvers.linear.links import LinkColumns, add_links, bind_homes, bind_links, proven_seconds, time_segments
-from checkmate.solvers.linear.model import NONE, Model, Term
+from checkmate.solvers.linear.links import proven_seconds
+from checkmate.solvers.linear.model import NONE, Row
+from checkmate.solvers.linear.moment_model import MomentModel, build
 
 log = logging.getLogger("checkmate.solve")
 OnRuns = Callable[[np.ndarray], object] | None
+RISE = 1e-5  # of a bound: a smaller one is none
 EXACT = 1e-6  # a smaller gap than this is none
 LAST_MODEL = 0.98  # of the time: later than that no model is begun
+FEW = 3  # moments: the default ones
 FAR = 0.01  # of the best plan's seconds: a bound that is farther off lacks more than one moment
-ADDED = 2  # moments at a time then, where the answer breaks the budget
+AT_FIRST, ADDED = 12, 4  # moments at a time then, where the answer breaks the budget: beside two or three, and later
 CLEAR = 3e-3  # of the budget: what breaks it by less is a sign only if nothing breaks it by more
 WORTH = 0.01  # of the plan's seconds: a moment that has the model pay less is not worth its variables
-LENGTHS = (2, 3, 5)  # of spans, in segments; and those that reach to the end
-ALIKE = 1e-6  # of the plan's seconds
-TRIAL = 0.1  # of the time left: what a relaxation is tried for
-LOOSE = 0.01  # of a bound: what the relaxation of more moments proves less, where rows about spans are worth their time
-WINDOWS = 6  # of the backward, at first, where rows about spans are added: a moment in each, and twice as many next
-AT_ONCE = 12  # moments, up to which as many are added as repeat runs
-SMALL = 2e-3  # of the bytes that keeping everything takes: values that take less together are not looked at
+ALIKE = 0.2  # of what the best moment separates: those that separate less by no more than this are as good
+SOON, TIMES = 1.0, 4.0  # a model in integers is solved soon within so many seconds, or times those of its relaxation
 COARSE = 0.2  # of the gap to the best plan: what models are solved to that others follow
+AT_ONCE = 24  # moments, up to which as many are added as separate repeated runs
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,29 +78,12 @@ class Bound:
     value: float  # seconds that every schedule within the budget takes; infinite if proven that none is
     moments: tuple[int, ...] = ()  # ops, of the last model that had an answer
     kept: np.ndarray = field(default_factory=lambda: np.zeros((0, 0), bool))  # (m, V) bool, at hand at each moment
+    parts: np.ndarray = field(default_factory=lambda: np.zeros((0, 0)))  # (m, V) from 0 to 1, of the last relaxation
     R: np.ndarray = field(default_factory=lambda: np.zeros((0, 0), bool))  # (m + 1, T) bool, runs between moments
     sent: tuple[int, ...] = ()  # values that come back from a second memory in it
     schedule: Schedule | None = None  # of the least cost, where the model's answer fits the budget: it is optimal
     infeasible: bool = False  # proven: no schedule fits the budget
     cut: bool = False  # the last model ran out of time
-
-
-@dataclass(frozen=True, eq=False)
-class Relaxed:
-    """The model of some moments: columns of R (m + 1, T) and X (m, V), `NONE` where zero."""
-
-    model: Model
-    R: np.ndarray
-    X: np.ndarray
-    carried: np.ndarray  # X as what follows a moment finds it: without what a rule has made again in the backward
-    OVER: np.ndarray  # (m, V): the op of moment i writes over value v
-    links: LinkColumns | None = None  # where there is a second memory
-
-    def sources(self, s: np.ndarray, v: np.ndarray, made_by: np.ndarray) -> list[Term]:
-        """Sources of values in the segments after moments s, in an equation on whose other side those stand."""
-        fetched = [] if self.links is None else [(self.links.F[s + 1, v], -1.0)]
-        made = np.where(made_by[v] < 0, NONE, self.R[s + 1, made_by[v]])
-        return [(self.carried[s, v], -1.0), (made, -1.0), *fetched]
 
 
 def moment_bound(
@@ -130,43 +104,87 @@ def moment_bound(
     """
     problem, clock = task.problem, task.clock
     at = sorted(set(moments)) if moments is not None else default_moments(problem)
-    best, finest = Bound(problem.keep_all_cost), False
-    loose: bool | None = None  # not known yet
-    windows = WINDOWS
+    best = Bound(problem.keep_all_cost)
+    cuts: list[Row] = []
+    soon = True  # the last model in integers was solved soon after its relaxation
+
+    def following_of(bound: Bound) -> list[int]:
+        return at if bound.infeasible else next_moments(problem, task.budget, bound, incumbent, most=most)
+
     while True:
-        if loose is None and best.moments and problem.host is None:
-            # Does the relaxation of these moments prove less than fewer moments have proven?
-            relaxed = highs.run(
-                build(problem, task.budget, at).model, relax=True, time_limit=TRIAL * clock.left, threads=task.threads
-            )
-            least = relaxed.bound * cost_unit(problem)
-            loose = relaxed.outcome is SolveStatus.OPTIMAL and least < best.value * (1 - LOOSE)
-            at = in_windows(problem, windows) if loose else at
-        coarse = 0.0 if finest or len(at) >= most or incumbent.R is None else COARSE * incumbent.gap
-        gap = max(task.gap, coarse)
-        best = _round(replace(task, gap=gap), incumbent, at, best, on_runs, spanned=bool(loose))
+        x, begun = build(problem, task.budget, at), clock.elapsed
+        best, cuts = _relax(task, x, at, best, cuts)
         incumbent.prove(best.value)
+        following = following_of(best)
+        if not (best.infeasible or best.cut or problem.homes) and (soon or following == at):
+            # In integers, as far as that is done soon; once no moment is lacking, as exactly as is asked for.
+            seconds, gap = max(SOON, TIMES * (clock.elapsed - begun)), max(task.gap, COARSE * incumbent.gap)
+            solved = _solve(task.within(min(clock.left, seconds), gap=gap), incumbent, x, at, cuts, best, on_runs)
+            soon = not solved.cut
+            best = solved if soon else replace(best, value=solved.value)
+            following = following_of(best)
+            if following == at and not best.infeasible and best.schedule is None and (gap > task.gap or not soon):
+                best = _solve(task.within(clock.left), incumbent, x, at, [], best, on_runs)
+                following = following_of(best)
+            incumbent.prove(best.value)
         in_time = clock.elapsed < LAST_MODEL * clock.seconds
-        if best.infeasible or best.schedule is not None or not in_time or best.moments != tuple(at):
+        if best.infeasible or best.schedule is not None or not in_time or following == at:
             return best
-        if loose:
-            windows *= 2
-            at = in_windows(problem, windows)
-        else:
-            at = next_moments(problem, task.budget, best, incumbent, most=most)
-        if at == list(best.moments):
-            if gap == task.gap:
-                return best
-            finest = True  # once more with all rows
+        at = following
 
 
-def _round(task: Task, incumbent: Incumbent, at: list[int], best: Bound, on_runs: OnRuns, *, spanned: bool) -> Bound:
-    """Solve the model of these moments; give the better of its bound and the known one, and its answer if any."""
+def _relax(task: Task, x: MomentModel, at: list[int], best: Bound, cuts: list[Row]) -> tuple[Bound, list[Row]]:
+    """Solve the relaxation with more and more cuts; give the better bound, its answer, and the cuts that bind.
+
+    Args:
+        cuts: those of a model of fewer moments.
+    """
+    problem, paths = task.problem, PathCuts(x)
+    relaxation = highs.Relaxation(x.model, task.threads)
+    relaxation.add([row for cut in cuts if isinstance(cut.source, Path) for row in cut.source.rows(x)])
+    value, result, risen = best.value, None, 0.0
+    while True:
+        last = relaxation.solve(task.clock.left)
+        if last.outcome is SolveStatus.INFEASIBLE:
+            return replace(best, value=float("inf"), infeasible=True), []
+        if last.outcome is not SolveStatus.OPTIMAL or last.x is None:
+            break
+        result, value = last, max(value, proven_seconds(problem, last.bound))
+        rows = [*paths.broken(last.x), *(rounded(x.fit, last.x) if problem.host is None else ())]
+        log.debug("bound: %.6g s with %d moments, %d cuts broken, %d rows", value, len(at), len(rows), relaxation.rows)
+        if not rows or task.clock.is_over:
+            break
+        if last.bound > risen * (1 + RISE):  # else rows might come and go for ever
+            relaxation.drop_slack()
+            risen = last.bound
+        relaxation.add(rows)
+    if result is None or result.x is None:
+        return replace(best, value=value, cut=True), []
+    log.info("bound: %.6g s by the relaxation of %d moments and %d cuts", value, len(at), relaxation.rows)
+    cut = last is not result or task.clock.is_over
+    found = _answer(problem, x, at, result.x, value, cut=cut)
+    return replace(found, parts=x.model.value(result.x, x.X)), relaxation.binding()
+
+
+def _answer(problem: Problem, x: MomentModel, at: list[int], values: np.ndarray, value: float, *, cut: bool) -> Bound:
+    """The bound with what an answer keeps, runs and fetches, rounded."""
+    kept, runs = (x.model.value(values, family) > 0.5 for family in (x.X, x.R))
+    sent = [] if x.links is None else np.flatnonzero((x.model.value(values, x.links.F) > 0.5).any(axis=0)).tolist()
+    sent = [v for v in sent if v not in problem.homes]
+    return Bound(value, tuple(at), kept, R=runs, sent=tuple(sent), cut=cut)
+
+
+def _solve(
+    task: Task, incumbent: Incumbent, x: MomentModel, at: list[int], cuts: list[Row], best: Bound, on_runs: OnRuns
+) -> Bound:
+    """Solve the model in integers, with these cuts; give the better of its bound and the known one, and its answer."""
     problem, budget, R = task.problem, task.budget, incumbent.R
-    x = build(problem, budget, at, spanned=spanned)
+    # Only cuts of paths, whose numbers are whole: with rounded rows a presolve in integers has cut off the optimum.
+    if cuts:
+        x.model.constrain_rows("cuts", [cut for cut in cuts if cut.source is not None])
     # Start from the columns R of the best schedule; the solver finds X.
     start = None
-    if R is not None and not problem.homes:
+    if R is not None:
         runs = np.logical_or.reduceat(R, [0, *(o + 1 for o in at if o + 1 < len(R))], axis=0)[: len(x.R)]
         columns = x.R[: len(runs)]
         start = columns[columns != NONE], runs[columns != NONE].astype(np.float64)
@@ -177,7 +195,6 @@ def _round(task: Task, incumbent: Incumbent, at: list[int], best: Bound, on_runs
 
     result = highs.run(
         x.model,
-        relax=bool(problem.homes),
         gap=task.gap,
         time_limit=task.clock.left,
         threads=task.threads,
@@ -191,156 +208,12 @@ def _round(task: Task, incumbent: Incumbent, at: list[int], best: Bound, on_runs
     if result.outcome is SolveStatus.INFEASIBLE:
         return replace(best, value=float("inf"), infeasible=True)
     if result.x is None:
-        return replace(best, value=value)
-    kept, runs = (x.model.value(result.x, family) > 0.5 for family in (x.X, x.R))
-    sent = [] if x.links is None else np.flatnonzero((x.model.value(result.x, x.links.F) > 0.5).any(axis=0)).tolist()
-    sent = [v for v in sent if v not in problem.homes]
-    found = Bound(value, tuple(at), kept, runs, tuple(sent), cut=result.outcome is SolveStatus.STOPPED)
+        return replace(best, value=value, cut=True)
+    found = _answer(problem, x, at, result.x, value, cut=result.outcome is SolveStatus.STOPPED)
+    found = replace(found, parts=best.parts if best.moments == tuple(at) else found.kept)
     schedule = Schedule.from_runs(problem.graph, lifted_runs(problem, found))
-    proven = (
-        not problem.homes and fits(problem, budget, schedule.R) and cost_of(problem, schedule.R) <= value * (1 + EXACT)
-    )
+    proven = fits(problem, budget, schedule.R) and cost_of(problem, schedule.R) <= value * (1 + EXACT)
     return replace(found, schedule=schedule if proven else None)
-
-
-def build(
-    problem: Problem, budget: int, moments: Sequence[int], *, spanned: bool = False, choose: bool = False
-) -> Relaxed:
-    """The model of these moments, ascending; without a second memory also with rows for spans of segments.
-
-    Args:
-        choose: whether a copy of each home is kept from call to call is for the model to say.
-    """
-    graph, model = problem.graph, Model()
-    T, V, m = len(graph.ops), len(graph.values), len(moments)
-    # Values that are at hand for good are no columns: inputs, results, with a second memory the small ones.
-    made_by = np.array([-1 if value.producer is None else value.producer for value in graph.values])
-    homes = np.isin(np.arange(V), [*problem.homes])
-    held = np.isin(np.arange(V), graph.outputs) | ((made_by < 0) & ~homes)  # always at hand once made
-    host = problem.host
-    if host is not None:
-        order = np.argsort(problem.sizes, kind="stable")
-        held[order[np.cumsum(problem.sizes[order]) <= SMALL * (problem.keep_all_peak - problem.resident)]] = True
-    useful, read = map(np.array, lives(graph, problem.limits.last_stage))
-    # R: each new op of a segment runs in it; one of before may run again while anybody reads it.
-    begins = np.array([0, *(o + 1 for o in moments)])[:, None]  # first new op of each segment
-    ends = np.array([*moments, T - 1])[:, None]
-    k = np.arange(T)
-    first = (begins <= k) & (k <= ends)
-    pinned = np.array([op.pinned is not None for op in graph.ops])
-    R_there = first | ((k < begins) & (useful >= begins) & ~pinned)
-    # X: what a moment may carry, that is made by then and read at it or later.
-    own, over = np.zeros((2, m, V), dtype=bool)
-    for i, o in enumerate(moments):
-        own[i, [*graph.ops[o].inputs, *graph.ops[o].outputs]] = True
-        over[i, [v for v, _ in problem.savings[o]]] = True
-    stays = np.isin(np.arange(V), [*problem.kept, *problem.homes.intersection(graph.overwritten_by)]) | (homes & choose)
-    X_there = ~held & (made_by <= ends[:-1]) & ((read > ends[:-1]) | own | stays)
-    if not problem.limits.last_stage and host is None:  # not tried beside ops that overwrite something
-        X_there &= own | ~_better_as_made_of(problem, held, moments)
-    # The columns.
-    price = problem.seconds / cost_unit(problem) if host is None else 0.0
-    R = model.variables(R_there, lower=first, cost=price, integer=True)
-    X = model.variables(X_there, lower=own & ~over, integer=True)  # the least X is integral: for cover cuts of (9)
-    carried = X.copy()
-    carried[np.ix_([o == graph.forward_length - 1 for o in moments], [*problem.limits.recomputed])] = NONE
-    links = None if host is None else add_links(model, problem, ends[:, 0], made_by, held, choose=choose)
-    x = Relaxed(model, R, X, carried, model.variables(over), links)
-    # R[i, j] <= X[i-1, v] + R[i, prod(v)]      v an input of op j, made before segment i
-    reads = [(j, v) for j, op in enumerate(graph.ops) for v in op.inputs if not held[v]]
-    readers, of = np.array(reads, dtype=np.int64).reshape(-1, 2).T
-    s, e = np.nonzero((R[1:, readers] != NONE) & (made_by[of] < begins[1:]))
-    model.constrain("depend", [(R[s + 1, readers[e]], 1.0), *x.sources(s, of[e], made_by)], upper=0.0)
-    # X[i, v] <= X[i-1, v] + R[i, prod(v)]      v made before segment i
-    s, v = np.nonzero((X[1:] != NONE) & (made_by < begins[1:-1]))
-    model.constrain("keep", [(X[s + 1, v], 1.0), *x.sources(s, v, made_by)], upper=0.0)
-    _fit(x, problem, budget, moments, made_by)
-    run_at_most(model, R, problem)
-    if spanned and host is None:
-        _bind_spans(x, begins[:, 0], ends[:, 0], made_by, readers, of)
-    if host is not None and links is not None:
-        bind_links(model, links, R, x.carried, problem, host, made_by)
-        time_segments(model, links, R, problem, host, held if choose else None)
-    if links is not None and problem.homes:
-        e = np.flatnonzero((R[0, readers] != NONE) & homes[of])
-        bind_homes(model, links, R, X, problem, budget, ends[:, 0], readers[e], of[e])
-    return x
-
-
-def _better_as_made_of(problem: Problem, held: np.ndarray, moments: Sequence[int]) -> np.ndarray:
-    """(m, V) bool: keeping the results of a value is as good at this moment as keeping the value itself.
-
-    Whoever keeps it until op j reads it can run j before the moment and keep what j makes, in as few bytes; j runs no
-    more often, and needs nothing else that could be lacking.
-    """
-    graph, at = problem.graph, np.array(moments, dtype=np.int64)
-    better = np.zeros((len(at), len(graph.values)), dtype=bool)
-    written = [{v for v, _ in problem.savings[o]} for o in moments]
-    for v, users in enumerate(graph.users):
-        if held[v] or len(users) != 1 or graph.ops[users[0]].pinned is not None:
-            continue
-        (j,) = users
-        made = {w for w in graph.ops[j].outputs if not held[w]}
-        alone = [u for u in graph.ops[j].inputs if not held[u]] == [v]
-        if alone and problem.sizes[list(made)].sum() <= problem.sizes[v] and not problem.limits.recomputed & {v, *made}:
-            better[:, v] = (at >= j) & [not made & over for over in written]
-    return better
-
-
-def _fit(x: Relaxed, problem: Problem, budget: int, moments: Sequence[int], made_by: np.ndarray) -> None:
-    """Σ_v M_v X[i, v] - saved by OVER <= budget - resident - results so far - workspace of o_i      at each moment."""
-    room = []
-    for o in moments:
-        results = [v for v in problem.graph.outputs if 0 <= made_by[v] <= o]
-        room.append(budget - problem.resident - int(problem.sizes[results].sum()) - int(problem.workspace[o]))
-    i, v = np.nonzero(x.OVER != NONE)  # these are at hand at the moment, whether they are after it or not
-    there = np.zeros(x.X.shape, dtype=np.int64)
-    there[i, v] = problem.sizes[v]
-    at = np.where(there > 0, NONE, x.X)
-    saved = np.zeros(x.X.shape)
-    saved[i, v] = [dict(problem.savings[moments[row]])[of] for row, of in zip(i.tolist(), v.tolist(), strict=True)]
-    unit = size_unit(problem)
-    terms = [(at, problem.sizes / unit), (x.OVER, -saved / unit)]
-    if x.links is not None:
-        terms.append((x.links.L, problem.sizes / unit))
-    x.model.constrain("fit", terms, upper=(np.array(room) - there.sum(axis=1)) / unit)
-    if len(i):
-        x.model.constrain("write over what goes", [(x.OVER[i, v], 1.0), (x.X[i, v], 1.0)], upper=1.0)
-        x.model.constrain("write over one", [(x.OVER, 1.0)], upper=1.0)
-
-
-def spans(count: int) -> Iterator[tuple[int, int]]:
-    """First and last segment of each span among this many segments.
-
-    >>> list(spans(3))
-    [(0, 1), (0, 2), (1, 2)]
-    """
-    for a in range(count - 1):
-        yield from ((a, b) for b in sorted({*(a + length - 1 for length in LENGTHS), count - 1}) if b < count)
-
-
-def _bind_spans(
-    x: Relaxed, begins: np.ndarray, ends: np.ndarray, made_by: np.ndarray, readers: np.ndarray, read: np.ndarray
-) -> None:
-    """Add the rows of all spans of segments, from each segment's first and last new op; ``readers`` read ``read``."""
-    model, R, X, carried = x.model, x.R, x.X, x.carried
-    k = np.arange(R.shape[1])
-    for a, b in spans(len(R)):
-        runs, begin, name = R[a : b + 1], begins[a], f"in segments {a} to {b}"
-        first = (begin <= k) & (k <= ends[b])
-        ANY = model.variables((runs != NONE).any(axis=0), lower=first)
-        later = np.flatnonzero((ANY != NONE) & ~first)
-        model.constrain(f"{name}: one at least", [(ANY[later], 1.0), *((row[later], -1.0) for row in runs)], upper=0.0)
-        s, j = np.nonzero((runs != NONE) & ~first)
-        model.constrain(f"{name}: any", [(runs[s, j], 1.0), (ANY[j], -1.0)], upper=0.0)
-        kept = carried[a - 1] if a else np.full(len(made_by), NONE)
-        e = (ANY[readers] != NONE) & (made_by[read] < begin)
-        j, v = readers[e], read[e]
-        terms = [(ANY[j], 1.0), (kept[v], -1.0), (ANY[made_by[v]], -1.0)]
-        model.constrain(f"{name}: depend", terms, upper=0.0)
-        if b < len(X):
-            (v,) = np.nonzero((X[b] != NONE) & (made_by < begin))
-            model.constrain(f"{name}: keep", [(X[b, v], 1.0), (kept[v], -1.0), (ANY[made_by[v]], -1.0)], upper=0.0)
 
 
 def lifted_runs(problem: Problem, bound: Bound) -> np.ndarray:
@@ -360,12 +233,14 @@ def next_moments(problem: Problem, budget: int, bound: Bound, incumbent: Incumbe
     """
     if bound.cut:
         return list(bound.moments)
-    several = ADDED if incumbent.cost - bound.value > FAR * incumbent.cost else 1
+    several = AT_FIRST if len(bound.moments) <= FEW else ADDED
+    if incumbent.cost - bound.value <= FAR * incumbent.cost:
+        several = 1
     lifted, room = lifted_runs(problem, bound), most - len(bound.moments)
     found = where_it_breaks(problem, budget, lifted, bound.moments, most=min(several, room))
     if incumbent.R is not None and several > 1:
         known = [*bound.moments, *found]
-        repeated = min(most - len(known), max(several, AT_ONCE - len(known)))
+        repeated = min(most - len(known), max(ADDED, AT_ONCE - len(known)))
         found += where_runs_repeat(problem, incumbent.R, known, most=max(0, repeated))
     return sorted({*bound.moments, *found})
 
@@ -388,32 +263,36 @@ def in_windows(problem: Problem, count: int) -> list[int]:
 def where_it_breaks(
     problem: Problem, budget: int, R: np.ndarray, moments: Sequence[int], *, most: int = 1
 ) -> list[int]:
-    """Stages in which a schedule (T, T) breaks the budget: the worst in each of ``most`` gaps between moments."""
-    excess = bytes_in_stages(problem, R)[0] - budget
-    excess[list(moments)] = 0
-    worst: dict[int, int] = {}  # by how many moments are before it
+    """Up to ``most`` stages in which a schedule (T, T) breaks the budget, the worst first.
+
+    One at most in each gap between moments, and there in each of ``most`` equal parts of the step. Those whose own op
+    breaks it come first: a moment limits no runs before it.
+    """
+    within, own = bytes_in_stages(problem, R)
+    within[list(moments)] = own[list(moments)] = 0
+    excess = (own if own.max() > budget else within) - budget
+    worst: dict[tuple[int, int], int] = {}  # by how many moments are before it, and by part
     for t in np.argsort(-excess, kind="stable").tolist():
         if excess[t] <= (CLEAR * budget if worst else 0) or len(worst) >= most:
             break
-        worst.setdefault(bisect.bisect(moments, t), t)
+        worst.setdefault((bisect.bisect(moments, t), most * t // len(R)), t)
     return list(worst.values())
 
 
 def where_runs_repeat(problem: Problem, R: np.ndarray, moments: Sequence[int], *, most: int) -> list[int]:
     """Up to ``most`` moments that separate repeated runs (T, T) of the same op, the dearest ops first.
 
-    Of moments that are alike in this it is the one at whose first execution the most is at hand.
+    Of moments that are nearly alike in this it is the one where most bytes are unavoidable.
     """
     T, seconds, cost = len(R), problem.seconds, float(R.sum(axis=0) @ problem.seconds)
     at: list[int] = sorted(moments)
     found: list[int] = []
-    fullest = bytes_in_stages(problem, R)[1]
     gains = np.zeros(T)  # per stage: seconds of the ops that run before and after it within its gap
     for begin, end in pairwise([0, *(o + 1 for o in at), T]):
         gains[begin:end] = _gains(R[begin:end], seconds)
     while len(found) < most and gains.max() > WORTH * cost:
-        best = np.flatnonzero(gains >= gains.max() - ALIKE * cost)
-        t = int(best[np.argmax(fullest[best])])
+        best = np.flatnonzero(gains >= (1 - ALIKE) * gains.max())
+        t = int(best[np.argmax(problem.unavoidable_bytes[best])])
         i = bisect.bisect(at, t)
         begin, end = at[i - 1] + 1 if i else 0, at[i] + 1 if i < len(at) else T
         for some in (slice(begin, t + 1), slice(t + 1, end)):

@@ -23,8 +23,9 @@ from checkmate.errors import SolverError
 from checkmate.solvers.common.flat_problem import Tables
 from checkmate.solvers.common.incumbent import Clock, Task, certify
 from checkmate.solvers.common.schedules import as_matrix, as_stages, cost_of, fits
+from checkmate.solvers.search.drop_runs import drop_runs
 from checkmate.solvers.search.greedy import GRID, DeadEnd, run_pass
-from checkmate.solvers.search.local_search import drop_runs, exchange
+from checkmate.solvers.search.local_search import exchange
 
 Start = Solution | Schedule
 PASSES = 4  # of eviction, at most
@@ -97,7 +98,9 @@ def adapt(task: Task, R: np.ndarray) -> np.ndarray | None:
     # Passes that let go first of what the schedule does not keep for the next stage; those that fit.
     outside = ~Schedule.from_runs(task.problem.graph, R).S[1:]
     tables, found = Tables.of(task.problem), []
-    for weights in GRID[:PASSES]:
+    for passes, weights in enumerate(GRID):
+        if found and passes >= PASSES:
+            break
         stages = run_pass(tables, task.budget, replace(weights, outside=outside))
         if not isinstance(stages, DeadEnd):
             found.append(as_matrix(stages))

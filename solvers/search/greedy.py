@@ -9,11 +9,7 @@ Where room lacks for an op that may write over one of its inputs (`checkmate.cor
 run if nothing needs it any more. If something does, letting it go with the run competes with the evictions of others.
 
 One pass takes milliseconds, so a step of a thousand ops has its first plan in a fraction of a second. `next_use` makes
-a pass for each of a grid of weights, and improves the best by local search. Close to the smallest budget the order of
-evictions decides, and no formula for it is right everywhere. So `TiltedPasses` multiplies each value's worth by a
-factor drawn at random, its tilt. A change counts if the pass it gives is no dearer; large values are tried more often,
-since they decide what fits. A few plans are improved side by side, and from time to time the worst of them
-starts over from the best.
+a pass for each of a grid of weights, and improves the best by local search.
 
 Paper: https://arxiv.org/abs/2006.09616
 """
@@ -22,7 +18,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import inf
 
 import numpy as np
@@ -39,21 +35,15 @@ PASSES_TAKE = 0.5  # of the time, at most
 FIRST_TAKES = 3.0  # seconds that the first pass may take, however little time there is
 CLEARLY = 0.99  # of the seconds of the best pass so far: what takes less is offered at once
 MOST_IMPROVED = 3  # plans that local search starts from
-POOL = 6  # plans improved side by side
-ROUND = 200  # passes, after which the worst plan starts over from the best
-COUNTS = (1, 2, 4, 8, 16)  # values tilted at once
-STEPS = (1.0, 3.0)  # standard deviations of a tilt, in the logarithm
-QUIET = 12  # rounds without progress after which the search over tilts ends
 
 
 @dataclass(frozen=True)
 class Weights:
-    """Evict the value with the smallest seconds**a / (bytes**b * stages-to-next-use**c), times its tilt."""
+    """Evict the value with the smallest seconds**a / (bytes**b * stages-to-next-use**c)."""
 
     a: float = 1.0
     b: float = 1.0
     c: float = 1.0
-    tilt: np.ndarray | None = None  # (V,) float64, of each value
     outside: np.ndarray | None = None  # (n, V) bool: in each of the first n stages those values go first
 
 
@@ -156,14 +146,13 @@ class PassState:
         self.user_index = [0] * V
         self.shadow_first = np.full(V, NEVER, dtype=np.int64)  # first and last stage in which an evicted
         self.shadow_last = np.full(V, -1, dtype=np.int64)  # value needs this one to come back
-        self.worth = np.full(V, np.inf)  # seconds-back**a / bytes**b, times the tilt
+        self.worth = np.full(V, np.inf)  # seconds-back**a / bytes**b
         self.only_copy = [p >= 0 and tables.pinned[p] for p in tables.producer]
         self.changed: set[int] = set()  # values that came or went since worth was right
         self.spent = [*tables.pinned]  # per op: it must not run again
         self.runs_left = dict(tables.max_runs)
         self.overwritten = -1  # the value that the op to run writes over
-        tilt = np.ones(V) if weights.tilt is None else weights.tilt
-        self.scale = (tilt / np.maximum(1.0, np.array(tables.size)) ** weights.b).tolist()
+        self.scale = (np.maximum(1.0, np.array(tables.size)) ** -weights.b).tolist()
         # By rules some values go before the backward (after which stage), which is to make them again: for an op that
         # reads them, or to make again another one of them. What they are made from is needed there.
         self.going: dict[int, list[int]] = {}
@@ -401,68 +390,3 @@ def next_use(task: Task, incumbent: Incumbent, *, patience: float = inf) -> Rema
                 R = found
                 incumbent.offer(R, METHOD)
     return Remarks(details={"passes": passes, "best pass": best[0][0]})
-
-
-@dataclass
-class _Plan:
-    cost: float  # seconds
-    weights: Weights
-    tilt: np.ndarray  # (V,) float64, logarithms
-    stages: list[list[int]]
-
-
-class TiltedPasses:
-    """A random search over tilts; each call of `search` continues it.
-
-    Args:
-        task: its seed is that of the changes. The same seed gives the same plans where no clock binds.
-
-    >>> from checkmate.core.problem import Problem
-    >>> problem = Problem.from_dag([[], [0], [1], [0, 2]], seconds=[1] * 4, sizes=[1] * 4)
-    >>> TiltedPasses(Task(problem, 3)).search(Clock(1.0)).sum(axis=0)
-    array([1, 1, 1, 1])
-    """
-
-    def __init__(self, task: Task) -> None:
-        self.tables = tables = Tables.of(task.problem)
-        self.budget = task.budget
-        self.rng = np.random.default_rng(task.seed)
-        self.first = [*GRID]  # weights still to be tried as they are
-        self.pool: list[_Plan] = []  # the cheapest first
-        goes = [k >= 0 and not tables.pinned[k] for k in tables.producer]
-        stays = [result or not users for result, users in zip(tables.result, tables.users, strict=True)]
-        bytes_that_go = np.array(tables.size) * goes * np.logical_not(stays)
-        self.chances = bytes_that_go / max(1, bytes_that_go.sum())  # (V,): how likely each is changed
-
-    def search(self, clock: Clock) -> np.ndarray | None:
-        """R (T, T) bool of the cheapest pass found, or None if none fits the budget.
-
-        It ends before the clock is over after rounds without progress.
-        """
-        while self.first and not clock.is_over:
-            self.pool += self._pass(self.first.pop(0), np.zeros(len(self.chances)))
-        self.pool = sorted(self.pool, key=lambda plan: plan.cost)[:POOL]
-        if not self.pool:
-            return None
-        quiet = 0  # rounds without progress
-        while self.chances.any() and quiet < QUIET and not clock.is_over:
-            best = self.pool[0].cost
-            for _ in range(ROUND):
-                # Change a few values of a plan at random; it stays so if the pass it gives is no dearer.
-                i = int(self.rng.integers(len(self.pool)))
-                plan, tilt = self.pool[i], self.pool[i].tilt.copy()
-                changed = self.rng.choice(len(self.chances), self.rng.choice(COUNTS), p=self.chances)
-                tilt[changed] += self.rng.normal(0.0, self.rng.choice(STEPS), len(changed))
-                for found in self._pass(plan.weights, tilt):
-                    if found.cost <= plan.cost:
-                        self.pool[i] = found
-                if clock.is_over:
-                    break
-            self.pool.sort(key=lambda plan: plan.cost)
-            quiet = 0 if self.pool[0].cost < best * (1 - 1e-9) else quiet + 1
-            self.pool[-1] = self.pool[0]
-        return as_matrix(self.pool[0].stages)
-
-    def _pass(self, weights: Weights, tilt: np.ndarray) -> list[_Plan]:
-        stages = run_pass(self.tables, self.budget, replace(weights, tilt=np.exp(tilt)))
-        return [] if isinstance(stages, DeadEnd) else [_Plan(self.tables.seconds_of(stages), weights, tilt, stages)]

@@ -1,40 +1,27 @@
-"""Improve a plan within its budget by single runs: drop those whose results could have stayed, and exchange others.
+"""Improve a plan within its budget by single runs: drop one, and if that breaks the budget, rerun cheaper ops instead.
 
-Any set of runs is a schedule; only memory limits it (`checkmate.core.schedule.Schedule.from_runs`).
-
-`drop_runs` goes through the stages once more, in order. What the plan needs when a stage begins is always at hand;
-whatever else there is room for stays as well, and in each stage only that runs which is missing. Where that does not
-fit, a stage lets go of what the plan does not need and runs as planned, which fits. So a plan is found wherever there
-was one. The plans of the smallest peaks (`checkmate.solvers.search.backward_search`) make everything again in each
-stage, and need it most.
-
-`exchange` is a local search: it drops a run, and if that breaks the budget, reruns cheaper ops instead. A value is at
-hand from a run of its producer to its last reader before the next such run. So a move changes the intervals of a few
-values, and the bytes at hand along them: microseconds, where a simulation takes milliseconds.
+Any set of runs is a schedule; only memory limits it (`checkmate.core.schedule.Schedule.from_runs`). A value is at hand
+from a run of its producer to its last reader before the next such run. So a move changes the intervals of a few values,
+and the bytes at hand along them: microseconds, where a simulation takes milliseconds.
 """
 
 from __future__ import annotations
 
 import itertools
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from checkmate.core.inplace import Saving
 from checkmate.core.problem import Problem
 from checkmate.solvers.common.flat_problem import Tables
-from checkmate.solvers.common.incumbent import Clock, Task
-from checkmate.solvers.common.schedules import as_matrix, obeys_limits, useful_runs
+from checkmate.solvers.common.incumbent import Task
+from checkmate.solvers.common.schedules import as_matrix
 
 DEPTH = 6  # runs added at most in exchange for one
 MOST_PLACES = 8  # times the ops, beside those that run
 LESS = 1 - 1e-12  # times a cost: what is not below may be the same sum in another order
 TRIES = 5  # values tried at most for each of these
-Worth = Callable[[int, int], float]  # of a value in a stage: the higher, the sooner it stays
-ROUNDS = 4  # at most: most plans ask for less
-WORTH_A_ROUND = 1e-3  # of the cost: after a smaller gain none follows
-SHARES = (1.0, 0.75, 0.5, 0.25, 0.0)  # of what is there beside the plan's needs, to try to run a stage with
 
 
 def exchange(task: Task, stages: list[list[int]], *, quiet: int = 5) -> list[list[int]]:
@@ -156,7 +143,8 @@ class Line:
             places = np.concatenate([places[:begin], [(t, k) for k in stages[t]], places[end:]])
         self.stage, self.op = places.T
         self.op_at: list[int] = self.op.tolist()
-        self.on: np.ndarray = R[self.stage, self.op].copy()
+        self.switches = bytearray(R[self.stage, self.op])  # one for each place: fast to read one at a time
+        self.on = np.frombuffer(self.switches, dtype=bool)
         self.fixed = self.stage == self.op
         self.seconds = np.array(tables.seconds)[self.op]
         self.cost = float(self.seconds[self.on].sum())
@@ -185,7 +173,7 @@ class Line:
                 self.saves.setdefault(v, {})[k] = saved
         self.saved: dict[int, list[int]] = {}  # per place, by each value that goes with its run
         for v in range(len(tables.producer)):
-            self._count(v, 1)
+            self._count(v, 1, self._held(v))
         self.bytes_at[self.on] += np.array(tables.workspace)[self.op[self.on]]
 
     def runs_in_stages(self) -> list[list[int]]:
@@ -210,27 +198,51 @@ class Line:
         tables, k = self.tables, int(self.op[p])
         touched = [v for v in (*tables.inputs[k], *tables.outputs[k]) if self.size[v] or v in self.saves]
         self.barred[touched] = False
-        for v in touched:
-            self._count(v, -1)
+        parts = [(v, *self._between_runs(v, p)) for v in touched]
+        before = [self._held(*part) for part in parts]
         sign = -1 if self.on[p] else 1
         self.on[p] = not self.on[p]
         self.cost += sign * float(self.seconds[p])
         self.bytes_at[p] += sign * tables.workspace[k]
         self.runs_of[k] += sign
-        for v in touched:
-            self._count(v, 1)
+        # Values that stay where they were need no counting.
+        after = [self._held(*part) for part in parts]
+        changed = [(v, old, new) for v, old, new in zip(touched, before, after, strict=True) if old != new]
+        for v, old, _ in changed:
+            self._count(v, -1, old)
+        for v, _, new in changed:
+            self._count(v, 1, new)
 
-    def _count(self, v: int, sign: int) -> None:
-        """Add the bytes of v wherever it is in memory; with sign -1 subtract them."""
-        size = sign * self.size[v]
+    def _between_runs(self, v: int, p: int) -> tuple[int, int]:
+        """The touches of v, begin and end, from the last run of its producer before place p up to the next behind p."""
+        touches, on = self.touches[v], self.switches
         if self.tables.result[v]:
-            makes = [p for p, made in self.touches[v] if made and self.on[p]]
-            self.bytes_at[makes[0] :] += size
-            for p in makes[1:]:
-                self.bytes_at[p] += size
-            return
-        gone, saves = v in self.tables.recomputed, self.saves.get(v)
-        for first, last in self.intervals(v):
+            return 0, len(touches)
+        begin = end = bisect_left(touches, (p, False))
+        while begin > 0:
+            begin -= 1
+            q, makes = touches[begin]
+            if makes and on[q]:
+                break
+        while end < len(touches):
+            q, makes = touches[end]
+            if makes and q > p and on[q]:
+                break
+            end += 1
+        return begin, end
+
+    def _held(self, v: int, begin: int = 0, end: int | None = None) -> list[tuple[int, int]]:
+        """The first and last places of v in memory, of these touches; of results each run again counts by itself."""
+        if not self.tables.result[v]:
+            return self.intervals(v, begin, end)
+        runs = [p for p, makes in self.touches[v] if makes and self.switches[p]]
+        return [(runs[0], len(self.bytes_at) - 1), *((p, p) for p in runs[1:])]
+
+    def _count(self, v: int, sign: int, held: list[tuple[int, int]]) -> None:
+        """Add the bytes of v where it is in memory; with sign -1 subtract them."""
+        size, is_result = sign * self.size[v], self.tables.result[v]
+        gone, saves = v in self.tables.recomputed and not is_result, None if is_result else self.saves.get(v)
+        for first, last in held:
             self.bytes_at[first : last + 1] += size
             if gone and first <= self.forward_ends < last:  # as if nothing had room for it there
                 self.bytes_at[self.forward_ends] += (abs(self.room) + 1) * sign
@@ -243,12 +255,16 @@ class Line:
                 if sign > 0:
                     others.append(saved)
 
-    def intervals(self, v: int) -> list[tuple[int, int]]:
-        """The intervals of v in memory: from each run of its producer to the last reader before the next run."""
+    def intervals(self, v: int, begin: int = 0, end: int | None = None) -> list[tuple[int, int]]:
+        """The intervals of v in memory: from each run of its producer to the last reader before the next run.
+
+        Args:
+            begin, end: only of these touches.
+        """
         found: list[tuple[int, int]] = []
         first = last = -1
-        on = self.on
-        for p, makes in self.touches[v]:
+        on = self.switches
+        for p, makes in self.touches[v][begin:end]:
             if on[p]:
                 if makes:
                     if first >= 0:
@@ -279,166 +295,8 @@ class Line:
 
     def _following(self, v: int, p: int) -> tuple[int, bool] | None:
         """The first touch of v at or after place p that is on."""
-        touches, on = self.touches[v], self.on
+        touches, on = self.touches[v], self.switches
         for i in range(bisect_left(touches, (p, False)), len(touches)):
             if on[touches[i][0]]:
                 return touches[i]
         return None
-
-
-def drop_runs(problem: Problem, budget: int, runs: list[list[int]], clock: Clock) -> list[list[int]]:
-    """Fewer ops in each stage of a plan within the budget than these, which are within it too, in any order.
-
-    Stages run in PyTorch's order wherever that fits, and as they were where it does not.
-
-    Args:
-        clock: once it is over nothing more is tried; one way through the stages always is.
-
-    >>> five = Problem.from_dag([[], [0], [1], [0, 1], [0, 2]], seconds=[1] * 5, sizes=[3, 4, 2, 1, 1])
-    >>> drop_runs(five, 9, [[0], [0, 1], [0, 1, 2], [0, 1, 3], [2, 0, 4]], Clock())
-    [[0], [1], [2], [3], [2, 0, 4]]
-    """
-    best, cost = runs, Tables.of(problem).seconds_of(runs)
-    for _ in range(ROUNDS):
-        stages, before = _Stages(problem, budget, best), cost
-        for worth in stages.worths():
-            found = useful_runs(problem.graph, stages.run(worth))
-            taken = stages.tables.seconds_of(found)
-            if taken < cost and obeys_limits(problem, as_matrix(found)):
-                best, cost = found, taken
-            if clock.is_over:
-                return best
-        if cost >= before * (1 - WORTH_A_ROUND):
-            break
-    return best
-
-
-class _Stages:
-    def __init__(self, problem: Problem, budget: int, runs: list[list[int]]) -> None:
-        self.tables = tables = Tables.of(problem)
-        self.T, self.planned = len(runs), runs
-        self.moving = [k >= 0 and not tables.result[v] for v, k in enumerate(tables.producer)]
-        self.needed = [set[int]() for _ in range(self.T + 1)]  # when each stage begins
-        for t in reversed(range(self.T)):
-            needed = set(self.needed[t + 1])
-            for k in reversed(runs[t]):
-                needed.difference_update(tables.outputs[k])
-                needed.update(v for v in tables.inputs[k] if self.moving[v])
-            self.needed[t] = needed
-        self.room = budget - np.cumsum(
-            [tables.resident, *(sum(tables.size[v] for v in vs if tables.result[v]) for vs in tables.outputs)]
-        )
-        self.next_use: list[float] = []
-
-    def worths(self) -> tuple[Worth, ...]:
-        """Priorities for keeping values: seconds per byte and next use, or next use alone."""
-        makers = zip(self.tables.producer, self.tables.size, strict=True)
-        dear = [(self.tables.seconds[k] + 1e-12) / max(1, size) for k, size in makers]
-        return (
-            lambda v, t: dear[v] / (self.next_use[v] - t + 1),
-            lambda v, t: dear[v] / (self.next_use[v] - t + 1) ** 0.5,
-            lambda v, t: 1.0 / (self.next_use[v] - t + 1),
-        )
-
-    def run(self, worth: Worth) -> list[list[int]]:
-        runs: list[list[int]] = []
-        there: set[int] = set()
-        tables, users = self.tables, self.tables.users
-        self.next_use = [float(us[0]) if us else np.inf for us in users]
-        turn = [0] * len(users)
-        for t in range(self.T):
-            extra = sorted(there - self.needed[t], key=lambda v: worth(v, t), reverse=True)
-            for start, ops in self._ways(t, extra):
-                level, idle, over = self._levels(t, start, ops)
-                if level.max() <= self.room[t]:
-                    break
-            runs.append(ops)
-            for v in tables.inputs[t]:
-                turn[v] += 1
-                self.next_use[v] = float(users[v][turn[v]]) if turn[v] < len(users[v]) else np.inf
-            # Keep values for the next stage: those that the plan needs, and others that fit.
-            slack = self.room[t] - level
-            least = int(slack.min(initial=self.room[t + 1]))  # or less: most values fit anywhere
-            there = set(self.needed[t + 1])
-            going = tables.recomputed if t + 1 == tables.boundary else ()
-            useful = [v for v in idle if self.next_use[v] < np.inf and v not in going]
-            for v in sorted(useful, key=lambda v: worth(v, t), reverse=True):
-                begin, size = idle[v], tables.size[v]
-                savings = over.get(begin - 1, [])
-                written = next((saving for saving in savings if saving[0] == v), None)
-                less = 0  # bytes by which the best saving, which comes first, shrinks without this one
-                if written is not None and written == savings[0]:
-                    less = written[1] - (savings[1][1] if len(savings) > 1 else 0)
-                fits = size <= least or size <= slack[begin:].min(initial=self.room[t + 1])
-                if fits and (not less or less <= slack[begin - 1]):
-                    slack[begin:] -= size
-                    least -= size
-                    there.add(v)
-                    if written is not None:
-                        savings.remove(written)
-                        slack[begin - 1] -= less
-                        least -= less
-        return runs
-
-    def _ways(self, t: int, extra: list[int]) -> Iterator[tuple[set[int], list[int]]]:
-        """Yield sets of values that stage t may begin with, and its runs: first most values, last as planned."""
-        tables = self.tables
-        for share in SHARES:
-            start = self.needed[t].union(extra[: int(share * len(extra))])
-            # The missing ops run: for op t, and for what the plan needs in the next stage.
-            todo = [v for v in (*tables.inputs[t], *self.needed[t + 1]) if tables.producer[v] != t]
-            ops = {t}
-            while todo:
-                v = todo.pop()
-                k = tables.producer[v]
-                if v not in start and self.moving[v] and k not in ops:
-                    ops.add(k)
-                    todo += tables.inputs[k]
-            missing = sorted(ops)
-            yield start, missing
-            as_planned = [k for k in self.planned[t] if k in ops]
-            if as_planned != missing and set(as_planned).issuperset(missing):
-                yield start, as_planned
-        yield self.needed[t], self.planned[t]  # values that go within the stage are remade there
-
-    def _levels(
-        self, t: int, start: set[int], ops: list[int]
-    ) -> tuple[np.ndarray, dict[int, int], dict[int, list[Saving]]]:
-        """Bytes in memory beside results while each op runs, and the op from which each value idles in this stage.
-
-        And what each op may write over as long as it is not kept for the next stage, which counts in the bytes.
-        """
-        tables = self.tables
-        change = np.zeros(len(ops) + 1, dtype=np.int64)
-        own = np.zeros(len(ops), dtype=np.int64)
-        last: dict[int, int] = dict.fromkeys(start, -1)
-        born: dict[int, int] = dict.fromkeys(start, 0)
-        # Each op's own bytes, and the intervals of movable values that it makes or reads.
-        for i, k in enumerate(ops):
-            own[i] = tables.workspace[k] + sum(tables.size[v] for v in tables.outputs[k] if not self.moving[v])
-            for v in tables.outputs[k]:
-                if self.moving[v]:
-                    if last.get(v, -1) >= born.get(v, 0):  # it was at hand before, and has gone
-                        change[born[v]] += tables.size[v]
-                        change[last[v] + 1] -= tables.size[v]
-                    born[v] = last[v] = i
-            for v in tables.inputs[k]:
-                if self.moving[v]:
-                    last[v] = i
-        # Close the last intervals; values that the next stage needs stay to its end.
-        idle = {}
-        for v, begin in born.items():
-            end = len(ops) - 1 if v in self.needed[t + 1] else last[v]
-            if end >= begin:
-                change[begin] += tables.size[v]
-                change[end + 1] -= tables.size[v]
-            if v not in self.needed[t + 1]:
-                idle[v] = end + 1
-        # An op may write over an input that dies with it.
-        over = {}
-        for i, k in enumerate(ops):
-            dying = [saving for saving in tables.savings[k] if idle.get(saving[0]) == i + 1]
-            if dying:
-                over[i] = dying
-                own[i] -= dying[0][1]
-        return change.cumsum()[:-1] + own, idle, over

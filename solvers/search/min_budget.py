@@ -30,9 +30,9 @@ from checkmate.solvers.common.flat_problem import Tables
 from checkmate.solvers.common.incumbent import Clock, OutOfTime
 from checkmate.solvers.common.schedules import as_matrix, as_stages, lowered, obeys_limits, on_demand, peak_of
 from checkmate.solvers.search.backward_search import ANY, AnyOrder, far_enough, find_plan, refute
+from checkmate.solvers.search.drop_runs import drop_runs
 from checkmate.solvers.search.greedy import GRID, DeadEnd, Weights, run_pass
 from checkmate.solvers.search.late_gradients import second_runs
-from checkmate.solvers.search.local_search import drop_runs
 from checkmate.solvers.search.value_sets import ValueSets, grain_of
 from checkmate.units import format_bytes
 
@@ -51,12 +51,33 @@ GRAIN = 5e-4  # of the smallest budget: what all values below the grain have tog
 CLOSE = 1e-3  # a smaller gap is not worth more time
 CLOSE_PASSES, CLOSE_PROOFS = 0.01, 0.1 * CLOSE  # the gaps at which bisections end: by eviction passes, by proofs
 WIDTHS = (1, 4, 8, 16, 24, 32, 64, 128, 256)  # states that a search pursues at most: more find more, and take longer
+WIDTHS_OF_SMALL = (1, 4, 16, 64)  # states of the search for any plan within a budget
 WIDTH_TWICE = 4  # of the first searches where gradients can be made twice
 REMEMBERED = 32  # problems
+SLOW = 10.0  # times the seconds of keeping everything: from there on a roomier budget is named beside the smallest
+TWICE, NEAR_TWICE = 2.0, 0.02  # what it takes less than, and how near, as a share of it, it is found
+SECONDS_FOR_TWICE = 2.0
 NEAR_WIDER = 16  # times as many states are pursued there
 NEAR = 10  # stages after one that a search did not get beyond, to look for a proof in first
 MOST_STATES, MOST_STATES_OF_PLAN = 10_000, 3_000  # in any order; plans are found straight ahead, or not at all
 WIDE_ENOUGH = 2000  # for the smallest problems, where nothing is to be dropped; beyond it comparing them takes too long
+
+
+@dataclass(frozen=True)
+class SlowBudget:
+    """The seconds of the smallest budget, and a budget with fewer, both times those of keeping everything.
+
+    >>> print(SlowBudget(times=10.0, budget=3000, times_there=1.9))
+    a step takes 10.0 times as long there, with 3.00 kB 1.9 times
+    """
+
+    times: float
+    budget: int  # bytes: the smallest for which a first plan takes less than `TWICE`
+    times_there: float
+
+    def __str__(self) -> str:
+        roomier = f"with {format_bytes(self.budget, up=True)} {self.times_there:.1f} times"
+        return f"a step takes {self.times:.1f} times as long there, {roomier}"
 
 
 @dataclass(frozen=True)
@@ -70,6 +91,7 @@ class MinBudget:
     peak: int  # bytes: a plan is known that reaches no more
     bound: int  # bytes: no plan reaches less, in whatever order it runs ops again
     splits: tuple[str, ...] = field(default=(), repr=False)  # the parts that the step runs in there, in words
+    slow: SlowBudget | None = field(default=None, repr=False)  # where its plan takes much longer
 
     @property
     def gap(self) -> float:
@@ -83,7 +105,8 @@ class MinBudget:
 
     def __str__(self) -> str:
         below = "less" if self.proven else f"below {format_bytes(self.bound)}"
-        return f"{format_bytes(self.peak, up=True)} ({'; '.join((f'no plan fits {below}', *self.splits))})"
+        slow = () if self.slow is None else (str(self.slow),)
+        return f"{format_bytes(self.peak, up=True)} ({'; '.join((f'no plan fits {below}', *self.splits, *slow))})"
 
 
 @dataclass
@@ -144,7 +167,54 @@ def min_budget(problem: Problem, *, time_limit: float = TIME_LIMIT, rules: Rules
             found = ends_of(other, time_limit=clock.left / 2)
             if found.peak < peak:
                 peak, splits = found.peak, other.splits
-    return MinBudget(peak, bound, splits)
+    return MinBudget(peak, bound, splits, slow_budget(last, peak) if splits == last.splits else None)
+
+
+def slow_budget(problem: Problem, smallest: int, *, slow: float = SLOW) -> SlowBudget | None:
+    """A budget with fewer seconds, where the plan of the smallest takes ``slow`` times those of keeping everything.
+
+    None if it does not, or with a second memory, whose waits are known only once it is planned.
+
+    >>> chain = Problem.from_dag([[], [0], [1], [0, 2]], seconds=[1] * 4, sizes=[1] * 4)
+    >>> slow_budget(chain, min_budget(chain).peak) is None
+    True
+    """
+    once = problem.keep_all_cost
+    if problem.host is not None or problem.limits.recomputed or not once:
+        return None
+    times = Tables.of(problem).seconds_of(least_plan(problem, smallest, Clock(0.0))) / once
+    if times < slow:
+        return None
+    budget, seconds = smallest_within(problem, TWICE * once, smallest, Clock(SECONDS_FOR_TWICE))
+    return SlowBudget(times, budget, seconds / once)
+
+
+def smallest_within(problem: Problem, seconds: float, least: int, clock: Clock) -> tuple[int, float]:
+    """The smallest budget whose first plan takes fewer than these seconds, and what that takes.
+
+    >>> chain = Problem.from_dag([[], [0], [1], [0, 2]], seconds=[1] * 4, sizes=[1] * 4)
+    >>> smallest_within(chain, 5.0, 1, Clock())
+    (3, 4.0)
+    """
+    low, high, found = least, problem.keep_all_peak, problem.keep_all_cost
+    while high - low > max(1, NEAR_TWICE * high) and not clock.is_over:
+        middle = (low + high) // 2
+        cost = _first_seconds(problem, middle, clock)
+        if cost < seconds:
+            high, found = middle, cost
+        else:
+            low = middle
+    return high, found
+
+
+def _first_seconds(problem: Problem, budget: int, clock: Clock) -> float:
+    """Seconds of the cheapest of a few eviction passes, or of a plan of a small peak; infinite if there is none."""
+    tables = Tables.of(problem)
+    found = (run_pass(tables, budget, weights, clock) for weights in GRID[:6])
+    costs = [tables.seconds_of(stages) for stages in found if not isinstance(stages, DeadEnd)]
+    if not costs and (runs := small_plan(problem, budget, clock)) is not None:
+        costs = [tables.seconds_of(drop_runs(problem, budget, runs, Clock(0.0)))]
+    return min(costs, default=float("inf"))
 
 
 def ends_of(problem: Problem, *, time_limit: float = TIME_LIMIT) -> MinBudget:
@@ -207,6 +277,24 @@ def least_plan(problem: Problem, budget: int, clock: Clock) -> list[list[int]]:
     if runs is None or max(budget, known.peak_of_runs) >= known.peak:
         runs = as_stages(known.R)
     return drop_runs(problem, max(budget, known.best), runs, clock)
+
+
+def small_plan(problem: Problem, budget: int, clock: Clock) -> list[list[int]] | None:
+    """The ops that run in each stage of a plan within the budget that makes much again; None if none is found.
+
+    It needs fewer values at hand than the plan of the smallest peak, where that keeps them for a small peak's sake.
+
+    >>> chain = Problem.from_dag([[], [0], [1], [0, 2]], seconds=[1] * 4, sizes=[1] * 4)
+    >>> small_plan(chain, 3, Clock()), small_plan(chain, 2, Clock())
+    ([[0], [0, 1], [0, 1, 2], [0, 3]], None)
+    """
+    sets = ValueSets(problem)
+    with contextlib.suppress(OutOfTime):
+        for width in WIDTHS_OF_SMALL:
+            R, _ = find_plan(sets, budget, width=width, clock=clock)
+            if R is not None and obeys_limits(problem, R):
+                return as_stages(R)
+    return None
 
 
 def ops_above(problem: Problem, budget: int, *, time_limit: float = TIME_LIMIT) -> dict[int, int]:

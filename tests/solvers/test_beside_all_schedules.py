@@ -14,8 +14,9 @@ from checkmate.solvers.common.schedules import as_matrix, as_stages, cost_of, ob
 from checkmate.solvers.linear.moments import moment_bound
 from checkmate.solvers.search.adapt import adapt
 from checkmate.solvers.search.backward_beam import Beam, Detours, prices
-from checkmate.solvers.search.greedy import GRID, DeadEnd, TiltedPasses, run_pass
-from checkmate.solvers.search.local_search import drop_runs, exchange
+from checkmate.solvers.search.drop_runs import GuidedPasses, drop_runs
+from checkmate.solvers.search.greedy import GRID, DeadEnd, run_pass
+from checkmate.solvers.search.local_search import exchange
 from checkmate.solvers.search.min_budget import least_runs, min_budget
 from checkmate.solvers.search.neighbourhoods import Neighbourhoods
 from checkmate.solvers.search.value_sets import ValueSets
@@ -103,5 +104,7 @@ def _searched(task: Task, dearest: np.ndarray, too_large: np.ndarray) -> Iterato
     yield as_matrix(drop_runs(task.problem, task.budget, as_stages(dearest), Clock(1.0)))
     yield adapt(task, dearest)
     yield adapt(task, too_large)
-    yield TiltedPasses(task).search(Clock(0.05))
+    kept = np.ones((1, len(task.problem.graph.values)))
+    guided = GuidedPasses(task, as_stages(dearest), [len(dearest) // 2], kept).search(Clock(0.05))
+    yield None if guided is None else as_matrix(guided)
     yield Neighbourhoods(task).search(dearest, Clock(0.2))

@@ -15,8 +15,9 @@ from checkmate.solvers.common.schedules import as_matrix, as_stages, on_demand
 from checkmate.solvers.linear.moments import moment_bound
 from checkmate.solvers.search.adapt import adapt
 from checkmate.solvers.search.backward_search import find_plan
+from checkmate.solvers.search.drop_runs import drop_runs
 from checkmate.solvers.search.greedy import GRID, DeadEnd, Weights, run_pass
-from checkmate.solvers.search.local_search import drop_runs, exchange
+from checkmate.solvers.search.local_search import exchange
 from checkmate.solvers.search.min_budget import least_runs
 from checkmate.solvers.search.value_sets import ValueSets
 from checkmate.solvers.solve import FOLLOWS_ALL

@@ -25,6 +25,7 @@ from checkmate.solvers.common.incumbent import Clock, Incumbent, Task
 from checkmate.solvers.linear import highs
 from checkmate.solvers.linear.highs import Result, SolveStatus
 from checkmate.solvers.linear.model import Model
+from checkmate.solvers.search import min_budget as search
 from checkmate.solvers.search.min_budget import least_runs
 from checkmate.solvers.solve import attempt, cheapest_split, min_budget
 from checkmate.units import exact_bytes
@@ -98,15 +99,19 @@ def test_a_refusal_names_the_op_and_a_budget_that_works(name: str) -> None:
     check(solve(problem, least, time_limit=5))
 
 
-def test_a_refusal_names_a_roomier_budget_where_the_smallest_is_slow(monkeypatch: pytest.MonkeyPatch) -> None:
-    problem = dags.unit_chain(16)
+def test_a_slow_smallest_budget_names_the_smallest_that_takes_less_than_twice() -> None:
+    problem = dags.unit_chain(40)
     least, R = least_runs(problem)
-    times = R.sum() / problem.keep_all_cost
-    slow = f"There a step takes {times:.1f} times as long"
-    assert solve(problem, least - 1).message.endswith(f"{slow}.")
-    monkeypatch.setattr("checkmate.solvers.solve.ROOM", 2.0)
-    assert re.search(rf"{slow}; with 6 B, 1\.\d times\.$", solve(problem, least - 1).message)
-    assert "as long" not in solve(dags.unit_chain(2), 2).message
+    times, once = R.sum() / problem.keep_all_cost, problem.keep_all_cost
+    assert times > 10
+    slow = min_budget(problem).slow
+    assert (slow.times, str(slow)) == (pytest.approx(times), str(min_budget(problem)).split("; ")[-1].removesuffix(")"))
+    assert solve(problem, slow.budget, time_limit=5).cost <= slow.times_there * once * (1 + 1e-9) < 2 * once
+    said = f"There a step takes {times:.1f} times as long; with {slow.budget} B, {slow.times_there:.1f} times."
+    assert solve(problem, least - 1).message.endswith(said)
+    few = dags.unit_chain(2)
+    assert "as long" not in solve(few, 2).message
+    assert min_budget(few).slow is None
 
 
 def test_a_refusal_names_the_line_of_the_users_code() -> None:
@@ -347,9 +352,9 @@ def test_a_plan_of_more_than_double_the_step_names_a_budget_that_halves_it() -> 
 
 def test_the_budget_that_halves_is_found_in_a_few_tries(monkeypatch: pytest.MonkeyPatch) -> None:
     """A twentieth of the budget is less than one byte."""
-    attempts = Mock(wraps=attempt)
-    monkeypatch.setattr(sys.modules[solve.__module__], "attempt", attempts)
+    tries = Mock(wraps=search._first_seconds)
+    monkeypatch.setattr(search, "_first_seconds", tries)
     solution = solve(dags.unit_chain(8), 3)
-    tried = [call.args[0].budget for call in attempts.call_args_list]
+    tried = [call.args[1] for call in tries.call_args_list]
     assert solution.details["halved"][0] in tried
     assert len(tried) == len({*tried}) > 1

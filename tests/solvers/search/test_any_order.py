@@ -12,7 +12,7 @@ from checkmate.core.simulator import check_plan, lower, lower_runs
 from checkmate.solvers.common.incumbent import Clock
 from checkmate.solvers.common.schedules import as_matrix, peak_of
 from checkmate.solvers.search.backward_search import AnyOrder, find_plan, refute
-from checkmate.solvers.search.local_search import drop_runs
+from checkmate.solvers.search.drop_runs import drop_runs
 from checkmate.solvers.search.value_sets import ValueSets
 from tests.solvers.checks import wrong
 from tests.solvers.steps import FIVE

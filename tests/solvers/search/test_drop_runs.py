@@ -5,18 +5,24 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+import checkmate
 from benchmarks.networks import dags
 from checkmate.core.problem import Problem
-from checkmate.solvers.common.incumbent import Clock, certify
+from checkmate.solvers.common.incumbent import Clock, Task, certify
 from checkmate.solvers.common.schedules import as_matrix, as_stages, cost_of, peak_of
+from checkmate.solvers.linear import highs
+from checkmate.solvers.linear.moment_model import build
 from checkmate.solvers.search.backward_search import find_plan
-from checkmate.solvers.search.local_search import drop_runs
+from checkmate.solvers.search.drop_runs import GuidedPasses, drop_runs
+from checkmate.solvers.search.min_budget import small_plan
 from checkmate.solvers.search.value_sets import ValueSets
 from tests.solvers.checks import runs, wrong
 from tests.solvers.steps import FIVE
 from tests.support.oracle import PLAIN_AND_WAYS, Make, all_schedules
 from tests.support.paper_equations import violations
 from tests.support.sampling import every, in_turn
+
+SECONDS = 60.0  # not reached: the searches end by themselves
 
 
 def dropped(problem: Problem, budget: int, R: np.ndarray) -> np.ndarray:
@@ -64,3 +70,31 @@ def test_a_value_that_goes_in_the_middle_of_a_stage_and_is_made_again_there() ->
     for budget in (8, 9, 10, 12):
         fewer = drop_runs(FIVE, budget, [[0], [0, 1], [0, 1, 2], [0, 3], [1, 2, 0, 4]], Clock())
         assert wrong(FIVE, fewer, budget) == []
+
+
+def guided(problem: Problem, budget: int, *, trust: float) -> GuidedPasses:
+    """Passes beside a plan of a small peak that a relaxation with moments in each stage guides, or nothing does."""
+    moments = [*range(problem.graph.forward_length, len(problem.graph.ops))]
+    x = build(problem, budget, moments)
+    kept = trust * x.model.value(highs.run(x.model, relax=True).x, x.X)
+    return GuidedPasses(Task(problem, budget), small_plan(problem, budget, Clock()), moments, kept)
+
+
+def test_what_a_relaxation_keeps_makes_passes_cheaper() -> None:
+    problem = dags.resnet()
+    budget = int(1.02 * checkmate.min_budget(problem).peak)
+    costs = []
+    for trust in (0.0, 1.0):
+        search = guided(problem, budget, trust=trust)
+        R = as_matrix(search.plain(Clock(SECONDS)))
+        assert wrong(problem, R, budget) == []
+        costs.append(cost_of(problem, R))
+    assert costs[1] < costs[0]
+
+
+def test_the_same_seed_gives_the_same_plan_and_a_later_search_goes_on() -> None:
+    problem = dags.unit_chain(8)
+    first, second = (guided(problem, 4, trust=1.0) for _ in range(2))
+    assert first.search(Clock(SECONDS)) == second.search(Clock(SECONDS))
+    costs = [cost_of(problem, as_matrix(first.search(Clock(0.05)))) for _ in range(3)]
+    assert costs == sorted(costs, reverse=True)

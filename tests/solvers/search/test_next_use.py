@@ -1,20 +1,15 @@
-"""Next use, the eviction passes it is made of, and the search over their tilts."""
+"""Next use, and the eviction passes it is made of."""
 
 from __future__ import annotations
-
-import math
-import time
 
 import numpy as np
 import pytest
 
-import checkmate
 from benchmarks.networks import dags
 from checkmate import Problem, Status
 from checkmate.solvers.common.flat_problem import Tables
-from checkmate.solvers.common.incumbent import Clock, Task
-from checkmate.solvers.common.schedules import as_matrix, cost_of
-from checkmate.solvers.search.greedy import GRID, DeadEnd, TiltedPasses, Weights, run_pass
+from checkmate.solvers.common.schedules import as_matrix
+from checkmate.solvers.search.greedy import GRID, DeadEnd, Weights, run_pass
 from tests.solvers.checks import solve, takes_less_than, wrong
 from tests.solvers.steps import STEPS, masked
 from tests.support.oracle import PLAIN_AND_WAYS, Make, best_within, drawn, random_problem
@@ -99,36 +94,3 @@ def test_a_guide_decides_what_goes_first() -> None:
         stages = run_pass(Tables.of(problem), 6, Weights(outside=np.tile(np.arange(5) == first, (4, 1))))
         assert not isinstance(stages, DeadEnd)
         assert stages[4] == [first, 4]
-
-
-SECONDS = 60.0  # not reached: the searches end by themselves, or find what they look for
-
-
-@pytest.mark.slow
-@pytest.mark.long
-def test_finds_what_the_formulas_miss_close_to_the_smallest_budget() -> None:
-    problem = dags.unet(2)
-    budget = int(1.02 * checkmate.min_budget(problem).peak)
-    tilts = TiltedPasses(Task(problem, budget, seed=2))
-    formulas, found = solve("next-use", problem, budget, time_limit=10.0).cost, math.inf
-    give_up = time.perf_counter() + SECONDS
-    while found > formulas and time.perf_counter() < give_up:  # some 3 s on a machine with nothing else to do
-        R = tilts.search(Clock(2.0))
-        assert wrong(problem, R, budget) == []
-        found = cost_of(problem, R)
-    assert found <= formulas
-
-
-@pytest.mark.long
-def test_the_same_seed_gives_the_same_plan() -> None:
-    first, second = (TiltedPasses(Task(dags.unit_chain(8), 5)).search(Clock(SECONDS)) for _ in range(2))
-    assert (first == second).all()
-
-
-def test_a_later_search_goes_on_from_the_plans_before() -> None:
-    """Nothing fits below what one op needs."""
-    problem = dags.unet(2)
-    tilts = TiltedPasses(Task(problem, int(1.05 * checkmate.min_budget(problem).peak)))
-    costs = [cost_of(problem, tilts.search(Clock(0.2))) for _ in range(3)]
-    assert costs == sorted(costs, reverse=True)
-    assert TiltedPasses(Task(dags.unit_chain(4), 2)).search(Clock(SECONDS)) is None
