@@ -123,6 +123,7 @@ class Portfolio:
     failed: list[str] = field(default_factory=list)  # errors of stages
     relaxed: Bound | None = None  # what the last relaxation of moments keeps
     rough: np.ndarray | None = None  # runs of the first plan, before local search
+    aside: np.ndarray | None = None  # runs of the plan of the first detours, which may be dearer than the best
     small: list[list[int]] | None = None  # the ops that run in each stage of a plan of a small peak
 
     @property
@@ -215,8 +216,11 @@ def _bound(search: Portfolio, task: Task) -> None:
 
 
 def _neighbourhoods(search: Portfolio, task: Task) -> None:
-    """Search around the best plan, then around the plan found there."""
+    """Search around the plan of the first detours, and around the best plan, then around the plan found there."""
     best = search.incumbent
+    if search.aside is not None:
+        best.offer(search.neighbourhoods.search(search.aside, task.clock.share(0.5)), "neighbourhoods")
+        search.aside = None
     is_schedule = best.plan is not None and best.plan.is_a_schedule
     if best.R is not None and is_schedule and not search.neighbourhoods.is_over(best.R):
         best.offer(search.neighbourhoods.search(best.R, task.clock), "neighbourhoods")
@@ -229,8 +233,9 @@ def _detours(search: Portfolio, task: Task) -> None:
     """
     best, rough = search.incumbent, search.rough
     if best.R is not None and not search.detours.is_over:
-        best.offer(search.detours.search(best.R if rough is None else rough, task.clock), "detours")
-        search.rough = None
+        found = search.detours.search(best.R if rough is None else rough, task.clock)
+        best.offer(found, "detours")
+        search.rough, search.aside = None, None if rough is None else found
 
 
 def _guided(search: Portfolio, task: Task) -> None:
