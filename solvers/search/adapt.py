@@ -97,7 +97,7 @@ def adapt(task: Task, R: np.ndarray) -> np.ndarray | None:
     """
     # Passes that let go first of what the schedule does not keep for the next stage; those that fit.
     outside = ~Schedule.from_runs(task.problem.graph, R).S[1:]
-    tables, found = Tables.of(task.problem), []
+    tables, found = Tables.of(task.problem), list[np.ndarray]()
     for passes, weights in enumerate(GRID):
         if found and passes >= PASSES:
             break

@@ -151,9 +151,9 @@ class GuidedPasses:
             self.pool.sort(key=lambda one: one.cost)
             quiet = 0 if self.pool[0].cost < best * (1 - 1e-9) else quiet + 1
             self.pool[-1] = self.pool[0]
-        new = {one.cost: one.stages for one in self.pool if one.cost not in self.given}
-        self.given.update(new)
-        return [*new.values()]
+        plans = {one.cost: one.stages for one in self.pool if one.cost not in self.given}
+        self.given.update(plans)
+        return [*plans.values()]
 
     def _pass(self, dear: np.ndarray, urgency: float, trust: float, tilt: np.ndarray) -> list[_Pass]:
         worth = (dear * np.exp(tilt + trust * self.kept)).tolist()  # by the moments before the next stage
