@@ -286,7 +286,7 @@ def small_plan(problem: Problem, budget: int, clock: Clock) -> list[list[int]] |
 
     >>> chain = Problem.from_dag([[], [0], [1], [0, 2]], seconds=[1] * 4, sizes=[1] * 4)
     >>> small_plan(chain, 3, Clock()), small_plan(chain, 2, Clock())
-    ([[0], [0, 1], [0, 1, 2], [0, 3]], None)
+    ([[0], [0, 1], [0, 1, 2], [0, 1, 2, 3]], None)
     """
     sets = ValueSets(problem)
     with contextlib.suppress(OutOfTime):

@@ -105,6 +105,6 @@ def _searched(task: Task, dearest: np.ndarray, too_large: np.ndarray) -> Iterato
     yield adapt(task, dearest)
     yield adapt(task, too_large)
     kept = np.ones((1, len(task.problem.graph.values)))
-    guided = GuidedPasses(task, as_stages(dearest), [len(dearest) // 2], kept).search(Clock(0.05))
-    yield None if guided is None else as_matrix(guided)
+    guided = GuidedPasses(task, as_stages(dearest), [len(dearest) // 2], kept)
+    yield from map(as_matrix, guided.search(Clock(0.05)))
     yield Neighbourhoods(task).search(dearest, Clock(0.2))
