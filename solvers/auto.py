@@ -28,7 +28,7 @@ from checkmate.core.solution import OPTIMAL_GAP, Solution
 from checkmate.errors import SolverError
 from checkmate.solvers.baselines.checkpointing import checkpoint_all
 from checkmate.solvers.common.incumbent import Clock, Incumbent, Remarks, Task
-from checkmate.solvers.common.schedules import obeys_limits
+from checkmate.solvers.common.schedules import as_matrix, cost_of, obeys_limits
 from checkmate.solvers.host.offload import offload
 from checkmate.solvers.linear.milp import milp
 from checkmate.solvers.linear.moments import Bound, lifted_runs, moment_bound
@@ -43,7 +43,7 @@ from checkmate.solvers.search.neighbourhoods import Neighbourhoods
 NEXT_USE = 0.05  # of the time
 SMALL = 0.05  # of the time: a plan of the smallest peak is quickly found, or not at all
 ADAPT = 0.1  # of the time left: passes that keep what a relaxation keeps
-PASSES = 0.4  # of the time of guided passes; local search has the others
+PASSES, EXCHANGE = 0.25, 0.2  # of the time of guided passes, and of what is left of it for local search from each
 OVER = 0.01  # of all the time: with less left no stage begins
 FINER = 0.2  # of the gap asked for: what the models of bounds are solved to
 SHARE_OF_TURN = 0.15  # of all the time: one search in turn
@@ -122,8 +122,6 @@ class Portfolio:
     is_cut_short: bool = False  # the first look by passes of next use, by the clock
     failed: list[str] = field(default_factory=list)  # errors of stages
     relaxed: Bound | None = None  # what the last relaxation of moments keeps
-    rough: np.ndarray | None = None  # runs of the first plan, before local search
-    aside: np.ndarray | None = None  # runs of the plan of the first detours, which may be dearer than the best
     small: list[list[int]] | None = None  # the ops that run in each stage of a plan of a small peak
 
     @property
@@ -199,7 +197,6 @@ def _least(search: Portfolio, task: Task) -> None:
     cheapest = GuidedPasses(task, runs).plain(Clock(NEXT_USE * search.left))
     if cheapest is not None:
         search.incumbent.offer(cheapest, "least")
-        search.rough = search.incumbent.R
         search.incumbent.offer(exchange(task.within(ADAPT * search.left), cheapest), "least")
 
 
@@ -216,34 +213,34 @@ def _bound(search: Portfolio, task: Task) -> None:
 
 
 def _neighbourhoods(search: Portfolio, task: Task) -> None:
-    """Search around the plan of the first detours, and around the best plan, then around the plan found there."""
+    """Search around the best plan, then around the plan found there."""
     best = search.incumbent
-    if search.aside is not None:
-        best.offer(search.neighbourhoods.search(search.aside, task.clock.share(0.5)), "neighbourhoods")
-        search.aside = None
     is_schedule = best.plan is not None and best.plan.is_a_schedule
     if best.R is not None and is_schedule and not search.neighbourhoods.is_over(best.R):
         best.offer(search.neighbourhoods.search(best.R, task.clock), "neighbourhoods")
 
 
 def _detours(search: Portfolio, task: Task) -> None:
-    """Continue the beam searches beside the best plan, as wide as the last ones were.
-
-    The first ones are beside the first plan: beside a plan that is improved already they find less.
-    """
-    best, rough = search.incumbent, search.rough
+    """Continue the beam searches beside the best plan, as wide as the last ones were."""
+    best = search.incumbent
     if best.R is not None and not search.detours.is_over:
-        found = search.detours.search(best.R if rough is None else rough, task.clock)
-        best.offer(found, "detours")
-        search.rough, search.aside = None, None if rough is None else found
+        best.offer(search.detours.search(best.R, task.clock), "detours")
 
 
 def _guided(search: Portfolio, task: Task) -> None:
-    """Continue the search over worths of values, then improve its plans by local search."""
-    if search.relaxed is not None and search.guided is not None:
-        for runs in search.guided.search(task.clock.share(PASSES)):
-            if not task.clock.is_over:
-                search.incumbent.offer(exchange(task, runs), "guided")
+    """Continue the search over worths of values, improve its plans by local search, and look around the best of them.
+
+    That one may be dearer than the best plan: which way local search goes is luck, and where it ends too.
+    """
+    if search.relaxed is None or search.guided is None:
+        return
+    plans = search.guided.search(task.clock.share(PASSES))
+    improved = [as_matrix(exchange(task.within(EXCHANGE * task.clock.left), runs)) for runs in plans]
+    for R in improved:
+        search.incumbent.offer(R, "guided")
+    if improved:
+        R = min(improved, key=partial(cost_of, task.problem))
+        search.incumbent.offer(Neighbourhoods(task).search(R, task.clock), "guided")
 
 
 def _in_turn(search: Portfolio, task: Task) -> None:

@@ -65,7 +65,7 @@ FAR = 0.01  # of the best plan's seconds: a bound that is farther off lacks more
 AT_FIRST, ADDED = 12, 4  # moments at a time then, where the answer breaks the budget: beside two or three, and later
 CLEAR = 3e-3  # of the budget: what breaks it by less is a sign only if nothing breaks it by more
 WORTH = 0.01  # of the plan's seconds: a moment that has the model pay less is not worth its variables
-ALIKE = 0.2  # of what the best moment separates: those that separate less by no more than this are as good
+ALIKE = 0.2  # of how much the best moment breaks the budget, or separates: one that does so by no less is as good
 SOON, TIMES = 1.0, 4.0  # a model in integers is solved soon within so many seconds, or times those of its relaxation
 COARSE = 0.2  # of the gap to the best plan: what models are solved to that others follow
 AT_ONCE = 24  # moments, up to which as many are added as separate repeated runs
@@ -266,17 +266,21 @@ def where_it_breaks(
     """Up to ``most`` stages in which a schedule (T, T) breaks the budget, the worst first.
 
     One at most in each gap between moments, and there in each of ``most`` equal parts of the step. Those whose own op
-    breaks it come first: a moment limits no runs before it.
+    breaks it come first: a moment limits no runs before it. Of stages that are nearly alike in this it is the one where
+    most bytes are unavoidable.
     """
     within, own = bytes_in_stages(problem, R)
     within[list(moments)] = own[list(moments)] = 0
     excess = (own if own.max() > budget else within) - budget
-    worst: dict[tuple[int, int], int] = {}  # by how many moments are before it, and by part
+    breaking: dict[tuple[int, int], list[int]] = {}  # by how many moments are before it, and by part; the worst first
     for t in np.argsort(-excess, kind="stable").tolist():
-        if excess[t] <= (CLEAR * budget if worst else 0) or len(worst) >= most:
+        if excess[t] <= (CLEAR * budget if breaking else 0):
             break
-        worst.setdefault((bisect.bisect(moments, t), most * t // len(R)), t)
-    return list(worst.values())
+        where = bisect.bisect(moments, t), most * t // len(R)
+        if where in breaking or len(breaking) < most:
+            breaking.setdefault(where, []).append(t)
+    alike = ([t for t in stages if excess[t] >= (1 - ALIKE) * excess[stages[0]]] for stages in breaking.values())
+    return [max(stages, key=problem.unavoidable_bytes.__getitem__) for stages in alike]
 
 
 def where_runs_repeat(problem: Problem, R: np.ndarray, moments: Sequence[int], *, most: int) -> list[int]:

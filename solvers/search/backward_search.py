@@ -44,6 +44,7 @@ Homes = Mapping[int, int]  # of ops that run again, the stages in which they do
 KNOWN = -1  # later stages run as in the known plan
 SCRATCH = -1
 FAR = 60  # stages: a gradient that has been let go for so long would take the whole backward to make again
+MOST_OPS_ANY = 1000  # up to here it may all the same: in larger graphs such states leave no time for others
 ANY = 2**31  # stages
 CHUNK = 256  # states that are compared at a time
 
@@ -306,8 +307,8 @@ def refute(sets: ValueSets, budget: int, t: int, *, width: int, clock: Clock) ->
 
 
 def far_enough(sets: ValueSets) -> int:
-    """The number of stages after which gradients may be gone; all stages if updates wait for clipping."""
-    return ANY if sets.problem.limits.last_stage else FAR
+    """The number of stages after which gradients may be gone; all in small graphs, or if updates wait for clipping."""
+    return ANY if sets.T <= MOST_OPS_ANY or sets.problem.limits.last_stage else FAR
 
 
 @dataclass
