@@ -1,6 +1,7 @@
 """Worth of each stage of `auto`: each is left out in turn, on six graphs, at a roomy and at a tight budget.
 
     python -m benchmarks.solve.stages [GRAPH ...] [--time-limit 5]
+    python -m benchmarks.solve.stages resnet50 --share 0.1919 0.207 --time-limit 60     # near the smallest budget
     python -m benchmarks.solve.stages --report     # from the rows: results/stages.md
 
 Each solve is a process of its own, on one thread, on Linux. Seconds, those of the limit too, are the ones that it
@@ -16,7 +17,7 @@ from collections.abc import Sequence
 from benchmarks.common.own_seconds import count_own_seconds
 from benchmarks.common.rows import Row
 from benchmarks.common.runner import Benchmark, document, where_from
-from benchmarks.solve.comparison import ONE_THREAD, figures, load
+from benchmarks.solve.comparison import FILES, ONE_THREAD, figures, load
 from checkmate.core.answer import Table
 from checkmate.solvers.auto import STAGES
 from checkmate.solvers.solve import solve
@@ -32,7 +33,7 @@ SHARES = {  # of the peak of keeping everything; the second is close to the smal
 LEFT_OUT = ("", *(stage.name for stage in STAGES if stage.name != "known"))  # "": none
 WORSE = 1e-4  # of the step: a smaller difference is within the gap that is asked for
 HEADER = ("left out", "dearer", "cheaper", "wider gap", "narrower gap", "first plan", "seconds")
-Case = tuple[str, float]
+Case = tuple[str, float, float]  # graph, share, time limit
 
 
 def rows_of(name: str, share: float, without: str, time_limit: float) -> list[Row]:
@@ -44,30 +45,35 @@ def rows_of(name: str, share: float, without: str, time_limit: float) -> list[Ro
 
 
 def latest(rows: Sequence[Row]) -> dict[Case, dict[str, Row]]:
-    """For each graph and share the last row of each stage that was left out."""
+    """For each graph, share and time limit the last row of each stage that was left out."""
     found: dict[Case, dict[str, Row]] = {}
     for row in rows:
-        found.setdefault((row["graph"], row["share"]), {})[row["without"]] = row
+        found.setdefault((row["graph"], row["share"], row["time_limit"]), {})[row["without"]] = row
     return found
 
 
 def markdown(rows: Sequence[Row]) -> str:
-    """A table of the stages, one of all cases, and a line that says where the rows are from."""
+    """Of each time limit a table of the stages; one of all cases, and a line that says where the rows are from."""
     found = latest(rows)
-    limits = ", ".join(sorted({f"{row['time_limit']:g}" for row in rows}))
     limits_of_stages = ", ".join(f"{s.name}: up to {s.most_ops} ops" for s in STAGES if s.most_ops < float("inf"))
+    parts: list[str | Table] = []
+    for limit in sorted({limit for _, _, limit in found}):
+        of = {case: by_stage for case, by_stage in found.items() if case[2] == limit}
+        left_out = [stage for stage in LEFT_OUT[1:] if all(stage in by_stage for by_stage in of.values())]
+        parts += [f"{len(of)} cases within {limit:g} seconds each:"]
+        parts += [Table(HEADER, [_worth(of, stage) for stage in left_out], HEADER[1:])]
     return document(
         "What each stage of auto is worth",
-        f"Made by `python -m benchmarks.solve.stages` at {where_from(rows)}, one thread, within {limits} seconds "
-        "each; seconds are those that the process computed, as the machine was busy with other work. Of "
-        f"{len(found)} cases, a graph and a budget: in how many the step is dearer or cheaper than with all stages, or "
-        "the gap wider or narrower, by more than 0.01% of the step, and by how much at most; then the seconds up to "
-        "the first plan, and in all: medians, divided by those with all stages. No plan counts as a gap of 100%.",
+        f"Made by `python -m benchmarks.solve.stages` at {where_from(rows)}, one thread; seconds are those that the "
+        "process computed, as the machine was busy with other work. Of all cases, each a graph and a budget: in how "
+        "many the step is dearer or cheaper than with all stages, or the gap wider or narrower, by more than 0.01% of "
+        "the step, and by how much at most; then the seconds up to the first plan, and in all: medians, divided by "
+        "those with all stages. No plan counts as a gap of 100%.",
         f"Some stages look at small graphs only ({limits_of_stages}): on larger ones their rows differ from those with "
         "all stages by luck alone, of what is done last in the time.",
-        Table(HEADER, [_worth(found, stage) for stage in LEFT_OUT[1:]], HEADER[1:]),
+        *parts,
         "All cases: the budget is a share of the peak of keeping everything.",
-        BENCHMARK.table(by_stage[stage] for by_stage in found.values() for stage in LEFT_OUT),
+        BENCHMARK.table(by_stage[stage] for by_stage in found.values() for stage in LEFT_OUT if stage in by_stage),
     )
 
 
@@ -107,7 +113,8 @@ BENCHMARK = Benchmark(
         "first plan": "{first_plan_seconds:.2f} s|{seconds:.2f} s",
         "seconds": "{seconds:.1f} s",
     },
-    names=SHARES,
+    names=(*SHARES, *(name for name in FILES if name not in SHARES)),
+    default=(*SHARES,),
     options={
         "share": (SHARES, "of the peak of keeping everything"),
         "without": (LEFT_OUT, "which stage is left out"),
