@@ -27,6 +27,7 @@ import numpy as np
 from checkmate.core.solution import OPTIMAL_GAP, Solution
 from checkmate.errors import SolverError
 from checkmate.solvers.baselines.checkpointing import checkpoint_all
+from checkmate.solvers.common.flat_problem import Tables
 from checkmate.solvers.common.incumbent import Clock, Incumbent, Remarks, Task
 from checkmate.solvers.common.schedules import as_matrix, cost_of, obeys_limits
 from checkmate.solvers.host.offload import offload
@@ -36,11 +37,14 @@ from checkmate.solvers.search.adapt import Start, adapt, as_schedule, proven_by
 from checkmate.solvers.search.backward_beam import Detours, backward_bound
 from checkmate.solvers.search.drop_runs import GuidedPasses, drop_runs
 from checkmate.solvers.search.greedy import GRID, next_use
+from checkmate.solvers.search.late_gradients import last_twice
 from checkmate.solvers.search.local_search import exchange
 from checkmate.solvers.search.min_budget import TIME_LIMIT, ends_of, least_plan, small_plan
 from checkmate.solvers.search.neighbourhoods import Neighbourhoods
 
 NEXT_USE = 0.05  # of the time
+WAYS = 2  # to let go of gradients that wait
+TRY = 0.2  # of the time left: a plan with one of them, passes beside it, and their local search
 SMALL = 0.05  # of the time: a plan of the smallest peak is quickly found, or not at all
 ADAPT = 0.1  # of the time left: passes that keep what a relaxation keeps
 PASSES, EXCHANGE = 0.25, 0.2  # of the time of guided passes, and of what is left of it for local search from each
@@ -145,12 +149,29 @@ class Portfolio:
 
     @cached_property
     def guided(self) -> GuidedPasses | None:
-        """Passes beside a plan of a small peak, guided by a relaxation; None where there is no such plan."""
+        """Passes beside a plan of a small peak, guided by a relaxation; None where there is no such plan.
+
+        Where gradients wait that may be made twice, of the plans with and without that the one whose pass, after local
+        search, is the best.
+        """
+        problem, budget = self.task.problem, self.task.budget
         if self.small is None:
-            self.small = small_plan(self.task.problem, self.task.budget, Clock(SMALL * self.left))
+            self.small = small_plan(problem, budget, Clock(SMALL * self.left))
         if self.small is None or self.relaxed is None:
             return None
-        return GuidedPasses(self.task, self.small, [*self.relaxed.moments], self.relaxed.parts)
+        moments, parts, twice = [*self.relaxed.moments], self.relaxed.parts, last_twice(problem)[:WAYS]
+        chosen, least = GuidedPasses(self.task, self.small, moments, parts), float("inf")
+        for homes in ({}, *twice) if twice else ():
+            clock = Clock(TRY * self.left)
+            runs = small_plan(problem, budget, clock, homes) if homes else self.small
+            passes = chosen if runs is None else GuidedPasses(self.task, runs, moments, parts)
+            cheapest = None if runs is None else passes.plain(clock.share(0.5))
+            if cheapest is not None:
+                found = exchange(self.task.within(clock.left), cheapest)
+                self.incumbent.offer(found, "guided")
+                if (seconds := Tables.of(problem).seconds_of(found)) < least:
+                    chosen, least = passes, seconds
+        return chosen
 
 
 def _known(search: Portfolio, task: Task) -> None:

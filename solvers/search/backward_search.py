@@ -40,9 +40,10 @@ Trail = tuple["Trail | None", int, int]  # the trail before, a stage, and its ru
 State = tuple[float, int, "Trail | None"]  # seconds of what runs again later, bytes that must be at hand, what runs
 States = dict[int, State]  # by what must be at hand
 Pending = dict[tuple[int, int, int], State]  # and by what may still be made again in the stage, and what must be
-Homes = Mapping[int, int]  # of ops that run again, the stages in which they do
+Homes = Mapping[int, range]  # of ops that run again, the stages in one of which they do, the last that can be
 KNOWN = -1  # later stages run as in the known plan
 SCRATCH = -1
+NOWHERE = range(0)
 FAR = 60  # stages: a gradient that has been let go for so long would take the whole backward to make again
 MOST_OPS_ANY = 1000  # up to here it may all the same: in larger graphs such states leave no time for others
 ANY = 2**31  # stages
@@ -185,7 +186,7 @@ class BackwardSearch(Backward):
     clock: Clock
     exact: bool = False  # pursue also what seems worse
     far: int = ANY  # ops of the backward run again no more than so many stages later
-    homes: Homes | None = None  # where given, of these those do, in these stages and nowhere else
+    homes: Homes | None = None  # where given, of these those do, in one of these stages and nowhere else
     loose: bool = False  # ask only for what a proof needs: pinned values on the way are left to the mandatory bytes
     complete: bool = True  # no state was dropped so far: without a state left, no schedule fits the budget
     least: int = 2**62  # bytes: the fewest for which a state was refused; a budget below that changes nothing
@@ -204,7 +205,8 @@ class BackwardSearch(Backward):
     def _decide(self, t: int, k: int, now: Pending, waiting: Waiting) -> None:
         """Decide as `Backward` does, or remake everything missing from nothing."""
         sets, free, done = self.sets, self.sets.free[t], waiting.done
-        home = None if self.homes is None else self.homes.get(k)
+        home = range(self.sets.T) if self.homes is None else self.homes.get(k, NOWHERE)
+        must = self.homes is not None and t == home.start and bool(home)
         for (needed, _, _), (_, _, trail) in now.items():
             # Remake everything missing at once, if that fits: no state of this stage needs less.
             if k < sets.forward_length:
@@ -224,9 +226,9 @@ class BackwardSearch(Backward):
                     done.setdefault(needed & ~(free & sets.below[k + 1]), (0.0, 0, trail))
                     continue
                 self.complete = False
-            elif (self.homes is None or k < sets.forward_length or home == t) and _fits(self, t, k, needed):
+            elif (k < sets.forward_length or t in home) and _fits(self, t, k, needed):
                 self._wait(t, k, sets.before(k, needed), (trail, t, k), waiting)
-            if home == t:
+            if must:
                 continue
             # Or its results were kept from the stage before.
             kept = needed & ~(sets.below[k] & free)  # for sure, in the last moment of the stage before

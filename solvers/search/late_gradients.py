@@ -9,6 +9,9 @@ every plan in PyTorch's needs.
 A gradient that is clipped by the norm of all waits until the last of them is known. It can be kept, or let go and made
 again when it is read: the backward runs twice then, or as much of it as leads there. In between are plans that keep
 what is made last, for which the second way would be the longest (`second_runs`).
+
+Where blocks share weights, the gradients of their first backward wait in the same way, for those of the second. There
+it pays close to the smallest budget to make the last of them twice, from one gradient that is kept (`last_twice`).
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ from checkmate.solvers.search.greedy import GRID, DeadEnd, run_pass
 WORTH = 0.01  # of the smallest budget: what another order must save, and what must wait for a second run to matter
 SHARES = (1.0, 63 / 64, 31 / 32, 15 / 16, 7 / 8, 0.75, 0.5, 0.0)  # of the bytes that wait, to make a second time
 LONG = 0.25  # of the stages of the backward: what is read sooner does not wait
+SECONDS_LAST = 0.08  # of the step: what takes longer is not worth a second run
 
 
 def late_results(graph: Graph) -> list[int] | None:
@@ -67,7 +71,7 @@ def late_results(graph: Graph) -> list[int] | None:
     return None if isinstance(stages, DeadEnd) else order
 
 
-def second_runs(problem: Problem, *, shares: tuple[float, ...] = SHARES) -> list[dict[int, int]]:
+def second_runs(problem: Problem, *, shares: tuple[float, ...] = SHARES) -> list[dict[int, range]]:
     """For each share of the waiting bytes, the backward ops to run a second time, and in which stage.
 
     What waits is what the backward makes, and reads not for long; of all moments the one counts at which they wait
@@ -76,7 +80,7 @@ def second_runs(problem: Problem, *, shares: tuple[float, ...] = SHARES) -> list
 
     >>> step = Problem.from_dag([[], [0], [1], [2], [1, 3]], seconds=[1] * 5, sizes=[1] * 5, forward=1)
     >>> second_runs(step, shares=(1.0, 0.0))  # op 1 makes what op 4 reads
-    [{1: 4}, {}]
+    [{1: range(4, 5)}, {}]
     """
     graph, results = problem.graph, set(problem.graph.outputs)
     # The stage before which values wait longest, all together, and these, in the order in which they are made. Bytes
@@ -103,7 +107,7 @@ def second_runs(problem: Problem, *, shares: tuple[float, ...] = SHARES) -> list
         return []
     sums = list(accumulate(int(problem.sizes[v]) for v in waiting))
     chosen = dict.fromkeys(sum(size <= share * total for size in sums) for share in shares)
-    homes: list[dict[int, int]] = []
+    homes: list[dict[int, range]] = []
     for n in chosen:
         # Their ops run again after the moment, and those that make the unkept values they need.
         kept = results.union(waiting[n:])
@@ -114,6 +118,48 @@ def second_runs(problem: Problem, *, shares: tuple[float, ...] = SHARES) -> list
             stages_of = [wanted[v] for v in op.outputs if v in wanted]
             stage = min([*stages_of, problem.limits.last_stage.get(k, len(graph.ops))])
             if stages_of and op.pinned is None and stage > moment:
-                homes[-1][k] = stage
+                homes[-1][k] = range(stage, stage + 1)
                 wanted |= {v: min(stage, wanted.get(v, stage)) for v in op.inputs if v not in kept}
     return homes
+
+
+def last_twice(problem: Problem) -> list[dict[int, range]]:
+    """Ways to make again what the backward makes last among values that wait: the ops, and in which stages they may.
+
+    In each way all values up to some op stay, and those after it that wait are let go of. A way that frees more bytes
+    takes more seconds; the fewest come first.
+
+    >>> deps, seconds = [[], [0], [0, 1], [1], [3], [2, 4]], [1, 1, 0.1, 1, 1, 1]
+    >>> step = Problem.from_dag(deps, seconds=seconds, sizes=[1, 1, 4, 1, 1, 1], forward=1)
+    >>> last_twice(step)  # op 2 makes what op 5 reads
+    [{2: range(4, 6)}]
+    """
+    graph, begins, users = problem.graph, problem.graph.forward_length, problem.graph.users
+    long, results = LONG * (len(graph.ops) - begins), set(graph.outputs)
+    made_by = [-1 if value.producer is None else value.producer for value in graph.values]
+    late = [[v for v in op.inputs if made_by[v] >= begins] for op in graph.ops]
+    waits = [v for v, k in enumerate(made_by) if k >= begins and v not in results and users[v]]
+    waits = [v for v in waits if users[v][0] - made_by[v] >= long]
+    ways: list[tuple[float, int, dict[int, range]]] = []
+    for last_kept in {made_by[v] for values in late for v in values}:
+        # The ops that lead from what stays to what goes.
+        todo = gone = [v for v in waits if made_by[v] > last_kept]
+        again, kept = set[int](), set[int]()
+        while todo:
+            ops = {made_by[v] for v in todo} - again
+            again |= ops
+            inputs = [v for k in ops for v in late[k]]
+            kept.update(v for v in inputs if made_by[v] <= last_kept)
+            todo = [v for v in inputs if made_by[v] > last_kept]
+        seconds = float(problem.seconds[[*again]].sum())
+        if again and seconds <= SECONDS_LAST * problem.keep_all_cost and not any(graph.ops[k].pinned for k in again):
+            # They run again as late as what goes is read, each of them in a stage of its own if need be.
+            first, last = (of(users[v][i] for v in gone) for of, i in ((min, 0), (max, -1)))
+            stages = range(max(max(again) + 1, first - len(again)), last + 1)
+            freed = int(problem.sizes[gone].sum()) - int(problem.sizes[[*kept.difference(waits)]].sum())
+            ways.append((seconds, freed, dict.fromkeys(sorted(again), stages)))
+    found, most = list[dict[int, range]](), WORTH * problem.unavoidable_bytes.max()
+    for _, freed, homes in sorted(ways, key=lambda way: way[0]):
+        if freed > most:
+            found, most = [*found, homes], freed
+    return found

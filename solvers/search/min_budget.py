@@ -29,7 +29,7 @@ from checkmate.solvers.common.fetches import WithFetches, place_transfers, plain
 from checkmate.solvers.common.flat_problem import Tables
 from checkmate.solvers.common.incumbent import Clock, OutOfTime
 from checkmate.solvers.common.schedules import as_matrix, as_stages, lowered, obeys_limits, on_demand, peak_of
-from checkmate.solvers.search.backward_search import ANY, AnyOrder, far_enough, find_plan, refute
+from checkmate.solvers.search.backward_search import ANY, AnyOrder, Homes, far_enough, find_plan, refute
 from checkmate.solvers.search.drop_runs import drop_runs
 from checkmate.solvers.search.greedy import GRID, DeadEnd, Weights, run_pass
 from checkmate.solvers.search.late_gradients import second_runs
@@ -279,10 +279,15 @@ def least_plan(problem: Problem, budget: int, clock: Clock) -> list[list[int]]:
     return drop_runs(problem, max(budget, known.best), runs, clock)
 
 
-def small_plan(problem: Problem, budget: int, clock: Clock) -> list[list[int]] | None:
+def small_plan(
+    problem: Problem, budget: int, clock: Clock, homes: Homes | None = None
+) -> list[list[int]] | None:
     """The ops that run in each stage of a plan within the budget that makes much again; None if none is found.
 
     It needs fewer values at hand than the plan of the smallest peak, where that keeps them for a small peak's sake.
+
+    Args:
+        homes: ops of the backward that run again, and the stages in one of which they do.
 
     >>> chain = Problem.from_dag([[], [0], [1], [0, 2]], seconds=[1] * 4, sizes=[1] * 4)
     >>> small_plan(chain, 3, Clock()), small_plan(chain, 2, Clock())
@@ -291,7 +296,7 @@ def small_plan(problem: Problem, budget: int, clock: Clock) -> list[list[int]] |
     sets = ValueSets(problem)
     with contextlib.suppress(OutOfTime):
         for width in WIDTHS_OF_SMALL:
-            R, _ = find_plan(sets, budget, width=width, clock=clock)
+            R, _ = find_plan(sets, budget, width=width, clock=clock, homes=homes)
             if R is not None and obeys_limits(problem, R):
                 return as_stages(R)
     return None

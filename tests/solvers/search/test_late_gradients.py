@@ -11,10 +11,12 @@ import pytest
 
 from checkmate import Graph, Problem, Profile, min_budget
 from checkmate.solvers.common.incumbent import Clock
-from checkmate.solvers.common.schedules import obeys_limits
+from checkmate.solvers.common.schedules import as_matrix, obeys_limits
+from checkmate.solvers.search import late_gradients
 from checkmate.solvers.search import min_budget as least
 from checkmate.solvers.search.backward_search import find_plan
-from checkmate.solvers.search.late_gradients import late_results, second_runs
+from checkmate.solvers.search.late_gradients import last_twice, late_results, second_runs
+from checkmate.solvers.search.min_budget import small_plan
 from checkmate.solvers.search.value_sets import ValueSets
 from tests.solvers.checks import wrong
 from tests.solvers.steps import whole_step
@@ -80,7 +82,7 @@ def test_gradients_run_again_where_their_updates_read_them() -> None:
     names = [op.name for op in problem.graph.ops]
     everything, nothing = second_runs(problem, shares=(1.0, 0.0))
     assert nothing == {}
-    assert {names[k]: names[t] for k, t in everything.items()} == {
+    assert {names[k]: names[stages.start] for k, stages in everything.items()} == {
         # what leads to the layer below runs again before the update of what it reads
         **{f"gradient {i}": f"update {i}" for i in range(4)},
         **{f"into {i}": f"update {i + 1}" for i in range(3)},
@@ -124,11 +126,47 @@ def test_plans_that_make_twice_are_allowed(seed: int) -> None:
     assert below == 0 < between
 
 
+def shared(layers: int, seed: int) -> Problem:
+    """Layers that run twice with the same weights, of any sizes: the weight gradients of the second time wait."""
+    rng = np.random.default_rng(seed)
+    deps: list[list[int]] = [[k - 1] if k else [] for k in range(2 * layers)]
+    sizes, weight = rng.integers(5, 15, 2 * layers).tolist(), rng.integers(20, 40, layers).tolist()
+    waits, grad, results = dict[int, int](), 2 * layers - 1, list[int]()
+    for x in reversed(range(2 * layers)):
+        deps += [sorted({max(0, x - 1), grad}), [grad]]
+        sizes += [weight[x % layers], sizes[x]]
+        made, grad = len(deps) - 2, len(deps) - 1
+        if x >= layers:
+            waits[x - layers] = made
+        else:
+            deps.append([waits[x], made])
+            sizes.append(weight[x])
+            results.append(len(deps) - 1)
+    return Problem.from_dag(deps, [1] * len(deps), sizes, outputs=results, forward=2 * layers)
+
+
+@in_turn(seed=range(4))
+def test_what_is_made_last_is_made_twice_from_a_gradient_that_stays(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The plan runs again the ops of a way, in its stages, and no others of the backward; less waits in between."""
+    monkeypatch.setattr(late_gradients, "SECONDS_LAST", 0.2)
+    problem, begins = shared(6, seed), 12
+    ways = last_twice(problem)
+    assert ways
+    assert [len(way) for way in ways] == sorted(len(way) for way in ways)
+    budget = int(1.1 * min_budget(problem).peak)
+    for way in ways:
+        R = as_matrix(small_plan(problem, budget, Clock(), way))
+        assert wrong(problem, R, budget) == []
+        again = [(t, k) for t, k in np.argwhere(R).tolist() if begins <= k < t]
+        assert {k for _, k in again} == set(way)
+        assert all(t in way[k] for t, k in again)
+
+
 def check_plans(problem: Problem, budgets: list[int]) -> dict[int, int]:
     """How many plans are found within each budget; all are as the verifier wants them."""
     found = dict.fromkeys(budgets, 0)
     for budget in found:
-        for homes in second_runs(problem):
+        for homes in (*second_runs(problem), *last_twice(problem)):
             R, search = find_plan(ValueSets(problem), budget, width=4, clock=Clock(5.0), homes=homes)
             assert not search.complete  # it proves nothing of other plans
             if R is not None and obeys_limits(problem, R):
