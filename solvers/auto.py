@@ -43,8 +43,9 @@ from checkmate.solvers.search.min_budget import TIME_LIMIT, ends_of, least_plan,
 from checkmate.solvers.search.neighbourhoods import Neighbourhoods
 
 NEXT_USE = 0.05  # of the time
+SHORT = 10  # stages after which a gradient may run again in another plan of a small peak
 WAYS = 2  # to let go of gradients that wait
-TRY = 0.2  # of the time left: a plan with one of them, passes beside it, and their local search
+TRY = 0.2  # of the time left: one of these plans, passes beside it, and their local search
 SMALL = 0.05  # of the time: a plan of the smallest peak is quickly found, or not at all
 ADAPT = 0.1  # of the time left: passes that keep what a relaxation keeps
 PASSES, EXCHANGE = 0.25, 0.2  # of the time of guided passes, and of what is left of it for local search from each
@@ -149,29 +150,28 @@ class Portfolio:
 
     @cached_property
     def guided(self) -> GuidedPasses | None:
-        """Passes beside a plan of a small peak, guided by a relaxation; None where there is no such plan.
+        """Passes guided by a relaxation, beside a plan of a small peak; None where there is no such plan.
 
-        Where gradients wait that may be made twice, of the plans with and without that the one whose pass, after local
-        search, is the best.
+        Of a few such plans, in which gradients run again soon or late or not at all, it is the one whose cheapest pass,
+        after local search, is the best.
         """
         problem, budget = self.task.problem, self.task.budget
         if self.small is None:
             self.small = small_plan(problem, budget, Clock(SMALL * self.left))
         if self.small is None or self.relaxed is None:
             return None
-        moments, parts, twice = [*self.relaxed.moments], self.relaxed.parts, last_twice(problem)[:WAYS]
-        chosen, least = GuidedPasses(self.task, self.small, moments, parts), float("inf")
-        for homes in ({}, *twice) if twice else ():
+        best, least = None, float("inf")
+        for far, homes in ((None, None), (SHORT, None), *((None, homes) for homes in last_twice(problem)[:WAYS])):
             clock = Clock(TRY * self.left)
-            runs = small_plan(problem, budget, clock, homes) if homes else self.small
-            passes = chosen if runs is None else GuidedPasses(self.task, runs, moments, parts)
-            cheapest = None if runs is None else passes.plain(clock.share(0.5))
+            runs = small_plan(problem, budget, clock, far=far, homes=homes) if far or homes else self.small
+            passes = None if runs is None else GuidedPasses(self.task, runs, self.relaxed.moments, self.relaxed.parts)
+            cheapest = None if passes is None else passes.plain(clock.share(0.5))
             if cheapest is not None:
                 found = exchange(self.task.within(clock.left), cheapest)
                 self.incumbent.offer(found, "guided")
                 if (seconds := Tables.of(problem).seconds_of(found)) < least:
-                    chosen, least = passes, seconds
-        return chosen
+                    best, least = passes, seconds
+        return best
 
 
 def _known(search: Portfolio, task: Task) -> None:

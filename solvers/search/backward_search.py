@@ -273,14 +273,25 @@ class BackwardSearch(Backward):
 
 
 def find_plan(
-    sets: ValueSets, budget: int, *, width: int, clock: Clock, exact: bool = False, homes: Homes | None = None
+    sets: ValueSets,
+    budget: int,
+    *,
+    width: int,
+    clock: Clock,
+    exact: bool = False,
+    homes: Homes | None = None,
+    far: int | None = None,
 ) -> tuple[np.ndarray | None, BackwardSearch]:
     """R (T, T) of a schedule within the budget, or None; the search tells whether that is a proof.
+
+    Args:
+        far: stages after which an op of the backward may run again: by default none in the narrowest search.
 
     Raises:
         OutOfTime: where the clock runs out first.
     """
-    far = ANY if exact or homes is not None else far_enough(sets) if width > 1 else 0
+    if far is None:
+        far = ANY if exact or homes is not None else far_enough(sets) if width > 1 else 0
     search = BackwardSearch(sets, budget, width, clock, exact, far=far, homes=homes, complete=homes is None)
     for states in search.back_from(sets.T - 1):
         if not states:

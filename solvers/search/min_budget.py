@@ -280,14 +280,15 @@ def least_plan(problem: Problem, budget: int, clock: Clock) -> list[list[int]]:
 
 
 def small_plan(
-    problem: Problem, budget: int, clock: Clock, homes: Homes | None = None
+    problem: Problem, budget: int, clock: Clock, *, far: int | None = None, homes: Homes | None = None
 ) -> list[list[int]] | None:
     """The ops that run in each stage of a plan within the budget that makes much again; None if none is found.
 
     It needs fewer values at hand than the plan of the smallest peak, where that keeps them for a small peak's sake.
 
     Args:
-        homes: ops of the backward that run again, and the stages in one of which they do.
+        far: stages after which an op of the backward may run again; by default as `find_plan` has it.
+        homes: where given, ops of the backward that do run again, no others, and the stages in one of which they do.
 
     >>> chain = Problem.from_dag([[], [0], [1], [0, 2]], seconds=[1] * 4, sizes=[1] * 4)
     >>> small_plan(chain, 3, Clock()), small_plan(chain, 2, Clock())
@@ -295,8 +296,8 @@ def small_plan(
     """
     sets = ValueSets(problem)
     with contextlib.suppress(OutOfTime):
-        for width in WIDTHS_OF_SMALL:
-            R, _ = find_plan(sets, budget, width=width, clock=clock, homes=homes)
+        for width in WIDTHS_OF_SMALL[far is not None :]:
+            R, _ = find_plan(sets, budget, width=width, clock=clock, homes=homes, far=far)
             if R is not None and obeys_limits(problem, R):
                 return as_stages(R)
     return None

@@ -155,7 +155,7 @@ def test_what_is_made_last_is_made_twice_from_a_gradient_that_stays(seed: int, m
     assert [len(way) for way in ways] == sorted(len(way) for way in ways)
     budget = int(1.1 * min_budget(problem).peak)
     for way in ways:
-        R = as_matrix(small_plan(problem, budget, Clock(), way))
+        R = as_matrix(small_plan(problem, budget, Clock(), homes=way))
         assert wrong(problem, R, budget) == []
         again = [(t, k) for t, k in np.argwhere(R).tolist() if begins <= k < t]
         assert {k for _, k in again} == set(way)
