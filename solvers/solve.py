@@ -308,7 +308,7 @@ def _what_it_costs(problem: Problem, reserve: int) -> str:
     found = slow_budget(problem, ends_of(problem, time_limit=0.0).peak, slow=SLOW)
     if found is None:
         return ""
-    slow = f" There a step takes {found.times:.1f} times as long"
+    slow = f" There a step takes at most {found.times:.1f} times as long"
     if found.times_there > SAVES * found.times:
         return f"{slow}."
     return f"{slow}; with {format_bytes(found.budget + reserve, up=True)}, {found.times_there:.1f} times."

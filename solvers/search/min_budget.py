@@ -65,10 +65,10 @@ WIDE_ENOUGH = 2000  # for the smallest problems, where nothing is to be dropped;
 
 @dataclass(frozen=True)
 class SlowBudget:
-    """The seconds of the smallest budget, and a budget with fewer, both times those of keeping everything.
+    """The seconds of the smallest budget's first plan, and a budget with fewer, both times those of keeping everything.
 
     >>> print(SlowBudget(times=10.0, budget=3000, times_there=1.9))
-    a step takes 10.0 times as long there, with 3.00 kB 1.9 times
+    a step takes at most 10.0 times as long there, with 3.00 kB 1.9 times
     """
 
     times: float
@@ -77,7 +77,7 @@ class SlowBudget:
 
     def __str__(self) -> str:
         roomier = f"with {format_bytes(self.budget, up=True)} {self.times_there:.1f} times"
-        return f"a step takes {self.times:.1f} times as long there, {roomier}"
+        return f"a step takes at most {self.times:.1f} times as long there, {roomier}"
 
 
 @dataclass(frozen=True)

@@ -107,7 +107,7 @@ def test_a_slow_smallest_budget_names_the_smallest_that_takes_less_than_twice() 
     slow = min_budget(problem).slow
     assert (slow.times, str(slow)) == (pytest.approx(times), str(min_budget(problem)).split("; ")[-1].removesuffix(")"))
     assert solve(problem, slow.budget, time_limit=5).cost <= slow.times_there * once * (1 + 1e-9) < 2 * once
-    said = f"There a step takes {times:.1f} times as long; with {slow.budget} B, {slow.times_there:.1f} times."
+    said = f"There a step takes at most {times:.1f} times as long; with {slow.budget} B, {slow.times_there:.1f} times."
     assert solve(problem, least - 1).message.endswith(said)
     few = dags.unit_chain(2)
     assert "as long" not in solve(few, 2).message
