@@ -28,7 +28,7 @@ from checkmate.errors import SolverError
 from checkmate.solvers.baselines.checkpointing import checkpoint_all
 from checkmate.solvers.common.flat_problem import Tables
 from checkmate.solvers.common.incumbent import Clock, Incumbent, Remarks, Task
-from checkmate.solvers.common.schedules import as_matrix, cost_of, obeys_limits
+from checkmate.solvers.common.schedules import as_matrix, cost_of, fits, obeys_limits
 from checkmate.solvers.host.offload import offload
 from checkmate.solvers.linear.milp import milp
 from checkmate.solvers.linear.moments import Bound, lifted_runs, moment_bound
@@ -247,12 +247,14 @@ def _guided(search: Portfolio, task: Task) -> None:
     """
     if search.relaxed is None or search.guided is None:
         return
-    plans = search.guided.search(task.clock.share(PASSES))
-    improved = [as_matrix(exchange(task.within(EXCHANGE * task.clock.left), runs)) for runs in plans]
-    for R in improved:
-        search.incumbent.offer(R, "guided")
-    if improved:
-        R = min(improved, key=partial(cost_of, task.problem))
+    problem, fitting = task.problem, list[np.ndarray]()
+    for runs in search.guided.search(task.clock.share(PASSES)):
+        improved = exchange(task.within(EXCHANGE * task.clock.left), runs)
+        search.incumbent.offer(improved, "guided")
+        if fits(problem, task.budget, R := as_matrix(improved)):  # out of order it may, where a schedule does not
+            fitting.append(R)
+    if fitting:
+        R = min(fitting, key=partial(cost_of, problem))
         search.incumbent.offer(Neighbourhoods(task).search(R, task.clock), "guided")
 
 
@@ -287,7 +289,7 @@ STAGES = (
     Stage("exact at once", lambda search, task: backward_bound(task, search.incumbent), 0.3, most_ops=50),
     Stage("bound", _bound, 0.4),
     Stage("all passes", _all_passes, 0.25),
-    Stage("guided", _guided, 0.3),
+    Stage("guided", _guided, 0.5),
     Stage("neighbourhoods", _neighbourhoods, 0.3),
     Stage("exact", lambda search, task: milp(task, search.incumbent), 1.0, most_ops=150),
     Stage("in turn", _in_turn, 1.0),

@@ -110,7 +110,7 @@ def run_pass(tables: Tables, budget: int, weights: Weights, clock: Clock | None 
                     state.arrive(v)
             if k in state.runs_left:
                 state.runs_left[k] -= 1
-                state.spent[k] = not state.runs_left[k]
+                state.spent[k] |= not state.runs_left[k]
                 state.changed.update(outputs[k])
             if k == t:
                 for v in reads:

@@ -288,7 +288,7 @@ def small_plan(
 
     Args:
         far: stages after which an op of the backward may run again; by default as `find_plan` has it.
-        homes: where given, ops of the backward that do run again, no others, and the stages in one of which they do.
+        homes: where given, ops of the backward that run again if they are needed, no others, and in which stages.
 
     >>> chain = Problem.from_dag([[], [0], [1], [0, 2]], seconds=[1] * 4, sizes=[1] * 4)
     >>> small_plan(chain, 3, Clock()), small_plan(chain, 2, Clock())

@@ -160,6 +160,16 @@ def test_a_start_that_breaks_the_rules_is_made_to_obey() -> None:
         assert gone.bound >= start.bound  # what was proven without rules holds with them
 
 
+def test_a_pinned_op_under_a_rule_of_two_runs_once_in_passes_too() -> None:
+    deps, sizes = [[], [0], [0, 1], [0, 2], [2, 3]], [2, 2, 8, 8, 1]
+    step = Problem.from_dag(deps, seconds=[1] * 5, sizes=sizes, workspace=[0, 0, 0, 4, 0], forward=1, over={3: [2]})
+    pin = "draws random numbers"
+    ops = [replace(op, pinned=pin if k == 2 else None, tags=(op.name,)) for k, op in enumerate(step.graph.ops)]
+    step = replace(step, graph=replace(step.graph, ops=tuple(ops)))
+    found = solve(step, 22, method="next-use", rules={"op2": 2, "op1": "once"})
+    assert (found.cost, found.status) == (5.0, Status.OPTIMAL)
+
+
 def test_a_refusal_names_the_rules_in_the_way_with_what_each_costs() -> None:
     deps = [[], [0], [1], [2], [3, 2], [4, 1], [5, 0]]
     chain = Problem.from_dag(deps, seconds=[1] * 7, sizes=[8, 8, 16, 4, 2, 2, 2], forward=4)
