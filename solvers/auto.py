@@ -5,9 +5,10 @@
     -> the search backwards, which is exact where the graph is tiny
     -> the bound of more and more moments; plans that keep what it keeps
     -> all passes of next use and their local search, where they had no time to end
-    -> passes guided by the bound, beside a plan of a small peak, their local search, and what is around
+    -> detours from the best plan, backwards
+    -> passes guided by the bound, beside a plan of a small peak, and their local search
     -> neighbourhoods of the best plan, solved exactly
-    -> the exact model, where the graph is small; else more neighbourhoods and guided passes in turn
+    -> the exact model, where the graph is small; else more guided passes, detours and neighbourhoods in turn
 
 Each stage starts from the best plan so far and ends once the gap asked for is proven or its share of time is spent.
 On the main path, 10 of 16: see docs/idea.md.
@@ -33,7 +34,7 @@ from checkmate.solvers.host.offload import offload
 from checkmate.solvers.linear.milp import milp
 from checkmate.solvers.linear.moments import Bound, lifted_runs, moment_bound
 from checkmate.solvers.search.adapt import Start, adapt, as_schedule, proven_by
-from checkmate.solvers.search.backward_beam import backward_bound
+from checkmate.solvers.search.backward_beam import Detours, backward_bound
 from checkmate.solvers.search.drop_runs import GuidedPasses, drop_runs
 from checkmate.solvers.search.greedy import GRID, next_use
 from checkmate.solvers.search.late_gradients import last_twice
@@ -50,7 +51,6 @@ ADAPT = 0.1  # of the time left: passes that keep what a relaxation keeps
 PASSES, EXCHANGE = 0.25, 0.2  # of the time of guided passes, and of what is left of it for local search from each
 OVER = 0.01  # of all the time: with less left no stage begins
 FINER = 0.2  # of the gap asked for: what the models of bounds are solved to
-QUIET = 3  # turns
 SHARE_OF_TURN = 0.15  # of all the time: one search in turn
 log = logging.getLogger("checkmate.solve")
 
@@ -145,6 +145,7 @@ class Portfolio:
         return best.R is None or best.cost - best.bound > self.task.gap * best.cost
 
     # Searches that later turns go on with, each made when it is first needed.
+    detours = cached_property(lambda self: Detours(self.task))
     neighbourhoods = cached_property(lambda self: Neighbourhoods(self.task))
 
     @cached_property
@@ -240,6 +241,13 @@ def _neighbourhoods(search: Portfolio, task: Task) -> None:
         best.offer(search.neighbourhoods.search(best.R, task.clock), "neighbourhoods")
 
 
+def _detours(search: Portfolio, task: Task) -> None:
+    """Continue the beam searches beside the best plan, as wide as the last ones were."""
+    best = search.incumbent
+    if best.R is not None and not search.detours.is_over:
+        best.offer(search.detours.search(best.R, task.clock), "detours")
+
+
 def _guided(search: Portfolio, task: Task) -> None:
     """Continue the search over worths of values, improve its plans by local search, and look around the best of them.
 
@@ -259,15 +267,16 @@ def _guided(search: Portfolio, task: Task) -> None:
 
 
 def _in_turn(search: Portfolio, task: Task) -> None:
-    """Alternate neighbourhoods and guided passes until a few turns have found nothing better."""
-    best, quiet = search.incumbent, 0
-    while search.is_open and quiet < QUIET:
-        before = best.cost
+    """Alternate guided passes, detours and neighbourhoods until beams have full width and nothing better is found."""
+    best, before = search.incumbent, float("inf")
+    while search.is_open:
         looked_around = (_neighbourhoods,) if "neighbourhoods" in best.found else ()  # it is of use for this step
-        for part in (*looked_around, _guided):
+        for part in (*looked_around, _guided, _detours):
             if search.is_open:
                 part(search, task.within(min(search.left, SHARE_OF_TURN * search.task.clock.seconds)))
-        quiet = 0 if best.cost < before * (1 - 1e-9) else quiet + 1
+        if best.cost >= before * (1 - 1e-9) and (best.R is None or search.detours.is_over):
+            return
+        before = best.cost
 
 
 @dataclass(frozen=True)
@@ -287,9 +296,10 @@ STAGES = (
     Stage("least", _least, 0.5),
     # exact where no states are merged, as in most tiny graphs
     Stage("exact at once", lambda search, task: backward_bound(task, search.incumbent), 0.3, most_ops=50),
-    Stage("bound", _bound, 0.4),
+    Stage("bound", _bound, 0.3),
     Stage("all passes", _all_passes, 0.25),
-    Stage("guided", _guided, 0.5),
+    Stage("detours", _detours, 0.3),
+    Stage("guided", _guided, 0.3),
     Stage("neighbourhoods", _neighbourhoods, 0.3),
     Stage("exact", lambda search, task: milp(task, search.incumbent), 1.0, most_ops=150),
     Stage("in turn", _in_turn, 1.0),

@@ -1,28 +1,37 @@
-"""A search from the last op to the first over sets of values in memory that counts seconds: lower bounds.
+"""Beam search from the last op to the first over sets of values in memory: cheap plans for tight budgets.
 
 As in `checkmate.solvers.search.backward_search` a state is the set of values that what runs later needs, and going
-backwards each of them is made again or was kept from before. Here the cost counts: a state has the seconds that run
-after it. The memory of each state is exact, so that what reaches the first stage fits.
+backwards each of them is made again or was kept from before. Here the cost counts: of the states of a stage those go on
+that are promising, by the seconds that run after it and an estimate, the price, of having at hand what they need. The
+memory of each state is exact, so that what reaches the first stage fits: close to the smallest budget, where passes of
+eviction get stuck or let the wrong value go, this finds what they do not. (Beam search; the states are those of a
+decision diagram: Bergman, Cire, van Hoeve and Hooker, "Decision Diagrams for Optimization", 2016.)
+
+The states of a known plan go along, so that a detour from it counts as soon as it needs no more than the plan does.
+What a byte is worth in which stage nobody knows: where the plan is close to the budget it is worth more. So `Detours`
+draws the prices at random around that, again and again, and its beams become wider as narrow ones find nothing more.
+What a beam finds is improved by exchanges of single runs, and is the plan to go along with from then on.
 
 With each value free to be made again in each stage, and two states merged into one that needs what both need and has
 taken what the cheaper one has, nothing is lost that a schedule could do: the least seconds of a state at the first
-stage are a bound (a relaxed decision diagram: Bergman, Cire, van Hoeve and Hooker, "Decision Diagrams for
-Optimization", 2016). Where nothing had to be merged the cheapest state is the best schedule. Which states are merged is
-told by an estimate, the price, of having at hand what they need.
+stage are a bound (a relaxed decision diagram). Where nothing had to be merged the cheapest state is the best schedule.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import reduce
+from itertools import islice
 from operator import and_, or_
 
 import numpy as np
 
+from checkmate.core.schedule import Schedule
 from checkmate.solvers.common.incumbent import Clock, Incumbent, OutOfTime, Task
-from checkmate.solvers.common.schedules import as_matrix, bytes_in_stages, obeys_limits
-from checkmate.solvers.search.backward_search import CHUNK, Backward, Pending, State, States, Waiting, stages_of
+from checkmate.solvers.common.schedules import as_matrix, as_stages, bytes_in_stages, cost_of, obeys_limits
+from checkmate.solvers.search.backward_search import CHUNK, KNOWN, Backward, Pending, State, States, Waiting, stages_of
+from checkmate.solvers.search.local_search import exchange
 from checkmate.solvers.search.value_sets import ValueSets, grain_of
 
 LEAST_GROUP = 4  # states; fewer are not merged
@@ -32,25 +41,62 @@ GRAIN = 5e-4  # of the budget: what all values below the grain have together
 WORTH = 10.0  # times the forward: the price of all bytes in all stages, that says what is merged
 MOST_OPS_IN_ANY_ORDER = 24  # in larger graphs all orders are too many, and what is proven is proven of schedules
 NEVER = 1e3  # times the step: the price of keeping what does not fit
+FIRST_WIDTH, WIDER, WIDEST = 16, 2, 2048  # states of the first beams, how many times as many then, and at most
+ROUND = 4  # beams without progress, after which they become wider
+POWERS = (1.0, 2.0, 4.0, 16.0)  # of how full a stage is: what a byte is worth there
+WORTHS = (2.0, 60.0)  # times the forward: all bytes in all stages, at least and at most
+NOISES = (0.0, 0.5, 1.0)  # standard deviations, in the logarithm, of the price of each value
+SHARE_OF_EXCHANGE = 0.25  # of the time left
 
 
 @dataclass
 class Beam(Backward):
-    """A search within a budget for a lower bound of all costs."""
+    """A search within a budget, for a cheap plan or for a lower bound of all costs."""
 
     sets: ValueSets
     budget: int
-    width: int  # states that go on unmerged at most
+    width: int  # states that go on at most
     price: np.ndarray  # (values with a bit, T + 1) float32, as `prices` gives it
     clock: Clock
     most: float = float("inf")  # seconds of what runs again, less than which is looked for
+    # make any value again in any stage, not only what op t and its reruns read: with no state dropped, the plan is the
+    # best there is
+    every: bool = False
+    merge: bool = False  # of too many states two become one; else the least promising are dropped
     any_order: bool = False  # within a stage ops run again in any order, and as often as need be; else once, in theirs
     complete: bool = True  # no state was dropped so far but for a better one, or merged
+    known: np.ndarray | None = None  # (T, T) R of a known plan, whose states go along
+    beside: list[tuple[int, State]] = field(default_factory=list)  # per stage, the set it needs at the begin, its state
+
+    def search(self, known: np.ndarray | None = None) -> np.ndarray | None:
+        """R (T, T) of the cheapest plan found, never dearer than the known one; None without time or plan."""
+        self.known, self.beside = known, []
+        if known is not None:
+            S = Schedule.from_runs(self.sets.problem.graph, known).S[:, self.sets.values]
+            packed = np.packbits(S, axis=1, bitorder="little")
+            held = (S @ np.array(self.sets.size, dtype=np.int64)).tolist()
+            once = np.array(self.sets.tables.seconds)
+            again = np.where(known.sum(axis=1) > 1, (known * once).sum(axis=1) - once, 0.0)
+            for t, later in enumerate(again[::-1].cumsum()[::-1].tolist()):
+                needed = int.from_bytes(packed[t].tobytes(), "little")
+                self.beside.append((needed, (later, held[t], (None, t, KNOWN))))
+            self.most = self.beside[0][1][0]
+        _, stages = self._cheapest()
+        return None if stages is None else as_matrix(stages)
 
     def bound(self) -> tuple[float, list[list[int]] | None]:
         """Seconds that every schedule spends on reruns, at most ``most``; and the stages of one that takes just that.
 
         In any order it is that of every plan. 0.0 where the time is over.
+        """
+        self.every = self.merge = True
+        seconds, stages = self._cheapest()
+        return seconds, stages if self.complete else None
+
+    def _cheapest(self) -> tuple[float, list[list[int]] | None]:
+        """Seconds of the cheapest plan's reruns, and its stages.
+
+        Where none is left, ``most`` and None; 0.0 and None where the time is over.
         """
         states: States = {}
         try:
@@ -60,18 +106,19 @@ class Beam(Backward):
         except OutOfTime:
             return 0.0, None
         seconds, _, trail = min(states.values(), key=lambda state: state[0])
-        return seconds, stages_of(self.sets, trail) if self.complete else None
+        return seconds, stages_of(self.sets, trail, self.known)
 
     def _begin(self, t: int, states: States, waiting: Waiting) -> None:
         sets, of, room = self.sets, self.sets.bytes_of, self.budget - self.sets.base[t]
         reads, writes, ways = sets.inputs[t], sets.outputs[t], sets.savings[t]
-        earlier = sets.free[t] & sets.below[t]
+        earlier, asked_for = sets.free[t] & sets.below[t], reads | sets.closing[t]
         for needed, (seconds, held, trail) in states.items():
             short = held + of((reads | writes) & ~needed) + sets.working[t] - room
             if short <= 0 or (ways and short <= sets.saved(t, t, needed)):
                 held += of(reads & ~needed) - of(needed & writes)
                 before = needed & ~writes | reads
-                waiting.add(before, before & earlier, (seconds, held, trail))
+                asked = (before if self.every else before & asked_for) & earlier
+                waiting.add(before, asked, (seconds, held, trail))
 
     def _decide(self, t: int, k: int, now: Pending, waiting: Waiting) -> None:
         sets, of, room = self.sets, self.sets.bytes_of, self.budget - self.sets.base[t]
@@ -79,7 +126,7 @@ class Beam(Backward):
         ways, earlier = sets.savings[k], sets.free[t] & sets.below[t]
         for (needed, asked, must), state in now.items():
             kept = asked & ~writes
-            if self._fits(t - 1, needed & ~(kept | must)):
+            if not self.every or self._fits(t - 1, needed & ~(kept | must)):
                 waiting.add(needed, kept, state, must)
             seconds, held, trail = state
             seconds += takes
@@ -95,17 +142,23 @@ class Beam(Backward):
                 waiting.add(needed, kept, state, must | asked & writes)
 
     def _end(self, t: int, states: States) -> States:
-        """Merge the least promising into others, of those not dominated in bytes and seconds."""
         states = {needed: state for needed, state in states.items() if self._fits(t - 1, needed)}
-        if len(states) <= 1:
-            return states
-        needed_sets = list(states)
-        order = (needed_sets[i] for i in self._by_promise(needed_sets, [state[0] for state in states.values()], t))
-        best = list(self._undominated(states, order))
-        self.complete &= len(best) <= self.width
-        if len(best) <= self.width:
-            return {needed: states[needed] for needed in best}
-        return {needed: state for needed, (state, _) in self._merged(best, states, self.width, t).items()}
+        # Keep the most promising, without those dominated in bytes and seconds; or merge the others into them.
+        if len(states) > 1:
+            needed_sets = list(states)
+            order = (needed_sets[i] for i in self._by_promise(needed_sets, [state[0] for state in states.values()], t))
+            best = list(islice(self._undominated(states, order), None if self.merge else self.width + 1))
+            self.complete &= len(best) <= self.width
+            if self.merge and len(best) > self.width:
+                states = {needed: state for needed, (state, _) in self._merged(best, states, self.width, t).items()}
+            else:
+                states = {needed: states[needed] for needed in best[: self.width]}
+        # The known plan's own state goes on where none is as good.
+        if self.beside:
+            needed, state = self.beside[t]
+            if needed not in states or state[0] < states[needed][0] * (1 - 1e-12):
+                states[needed] = state
+        return states
 
     def _fits(self, t: int, needed: int) -> bool:
         """Tell whether op t fits if ``needed`` is in memory after it; true before the first stage."""
@@ -113,6 +166,14 @@ class Beam(Backward):
 
     def _thin_waiting(self, t: int, waiting: Waiting) -> None:
         self.complete = False
+        if not self.merge:
+            keys = [(at, key, state[0]) for at, group in waiting.groups.items() for key, state in group.items()]
+            order = self._by_promise([key[0] for _, key, _ in keys], [seconds for _, _, seconds in keys], t)
+            for i in order[self.width :]:
+                at, key, _ = keys[i]
+                del waiting.groups[at][key]
+            waiting.count = min(waiting.count, self.width)
+            return
         # Halve each large group: what one of two may still decide on, both may.
         for at, group in waiting.groups.items():
             if len(group) < LEAST_GROUP:
@@ -241,3 +302,50 @@ def backward_bound(task: Task, incumbent: Incumbent, *, widths: Sequence[int] = 
             return
         if beam.complete or task.clock.is_over or incumbent.cost - incumbent.bound <= task.gap * incumbent.cost:
             return
+
+
+class Detours:
+    """The state of the search; each call of `search` continues it.
+
+    Args:
+        task: its seed is that of what is drawn. The same seed gives the same plans where no clock binds.
+
+    >>> from checkmate.core.problem import Problem
+    >>> problem = Problem.from_dag([[], [0], [1], [0, 2]], seconds=[1] * 4, sizes=[1] * 4)
+    >>> everything = np.tril(np.ones((4, 4), dtype=bool))
+    >>> Detours(Task(problem, 3)).search(everything, Clock(1.0)).sum(axis=0)
+    array([1, 1, 1, 1])
+    """
+
+    def __init__(self, task: Task) -> None:
+        self.task = task
+        self.sets = ValueSets(task.problem)
+        self.rng = np.random.default_rng(task.seed)
+        self.width = FIRST_WIDTH
+
+    @property
+    def is_over(self) -> bool:
+        """Tell whether beams of full width have found nothing more."""
+        return self.width > WIDEST
+
+    def search(self, R: np.ndarray, clock: Clock) -> np.ndarray:
+        """A schedule (T, T) within the budget, no dearer than R, which is within the budget too."""
+        problem, budget, rng, quiet = self.task.problem, self.task.budget, self.rng, 0
+        forward = problem.seconds[: problem.graph.forward_length].sum()
+        while not clock.is_over and not self.is_over:
+            # Draw prices around how full each stage is.
+            worth = (bytes_in_stages(problem, R)[0] / budget) ** rng.choice(POWERS)
+            worth *= np.exp(rng.uniform(*np.log(WORTHS))) * forward / (problem.keep_all_peak * worth.sum())
+            price = prices(self.sets, budget, worth)
+            price *= np.exp(rng.normal(0.0, rng.choice(NOISES), (len(price), 1))).astype(np.float32)
+            found = Beam(self.sets, budget, self.width, price, clock).search(R)
+            better = found is not None and cost_of(problem, found) < cost_of(problem, R) * (1 - 1e-9)
+            # a beam knows not how often an op has run
+            if found is not None and better and obeys_limits(problem, found):
+                improved = exchange(self.task.within(SHARE_OF_EXCHANGE * clock.left), as_stages(found))
+                R, quiet = as_matrix(improved), 0
+            else:
+                quiet += 1
+            if quiet == ROUND:
+                self.width, quiet = WIDER * self.width, 0
+        return R

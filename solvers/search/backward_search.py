@@ -36,11 +36,12 @@ from checkmate.solvers.common.incumbent import Clock, OutOfTime
 from checkmate.solvers.common.schedules import as_matrix
 from checkmate.solvers.search.value_sets import ValueSets
 
-Trail = tuple["Trail | None", int, int]  # the trail before, a stage, and its runs: of op k, or `SCRATCH` - set
+Trail = tuple["Trail | None", int, int]  # the trail before, a stage, and its runs: of op k, `KNOWN`, or `SCRATCH` - set
 State = tuple[float, int, "Trail | None"]  # seconds of what runs again later, bytes that must be at hand, what runs
 States = dict[int, State]  # by what must be at hand
 Pending = dict[tuple[int, int, int], State]  # and by what may still be made again in the stage, and what must be
 Homes = Mapping[int, range]  # of ops that run again, the stages in one of which they do, the last that can be
+KNOWN = -1  # later stages run as in the known plan
 SCRATCH = -1
 NOWHERE = range(0)
 FAR = 60  # stages: a gradient that has been let go for so long would take the whole backward to make again
@@ -154,13 +155,17 @@ def _fits(search: BackwardSearch | AnyOrder, t: int, k: int, needed: int) -> boo
     return least <= search.budget
 
 
-def stages_of(sets: ValueSets, trail: Trail | None) -> list[list[int]]:
+def stages_of(sets: ValueSets, trail: Trail | None, known: np.ndarray | None = None) -> list[list[int]]:
     """The ops that run in each stage of a trail, in order."""
     stages: list[list[int]] = [[] for _ in range(sets.T)]
     while trail is not None:
         trail, t, what = trail
         if what >= 0:
             stages[t].append(what)
+            continue
+        if what == KNOWN:
+            assert known is not None
+            stages[t:] = [np.flatnonzero(row[:i]).tolist() for i, row in enumerate(known[t:], t)]
             continue
         missing, made = SCRATCH - what, []
         while missing:

@@ -86,6 +86,7 @@ class ValueSets:
         self.has_savings = any(self.savings)
         self.below = [*accumulate(self.outputs, or_, initial=0)]  # per op, the values made before it
         self.gone = self._set(tables.recomputed)  # not at hand when the backward begins
+        self.closing = [self._set(tables.closing.get(t, ())) for t in range(self.T)]  # not made again after it
         # Per stage, the values that may be made again in it, and the bytes that are resident or results made before it.
         free = self._set(v for v in self.values if not tables.pinned[tables.producer[v]])
         closed = [0] * self.T  # per stage, the values whose ops may run in no later one

@@ -13,7 +13,7 @@ from checkmate.solvers.common.incumbent import Clock, Task
 from checkmate.solvers.common.schedules import as_matrix, as_stages, cost_of, obeys_limits, on_demand, peak_of
 from checkmate.solvers.linear.moments import moment_bound
 from checkmate.solvers.search.adapt import adapt
-from checkmate.solvers.search.backward_beam import Beam, prices
+from checkmate.solvers.search.backward_beam import Beam, Detours, prices
 from checkmate.solvers.search.drop_runs import GuidedPasses, drop_runs
 from checkmate.solvers.search.greedy import GRID, DeadEnd, run_pass
 from checkmate.solvers.search.local_search import exchange
@@ -73,16 +73,22 @@ def test_parts_of_auto_are_never_wrong(make: Make, seed: int) -> None:
     pinned = [k for k, op in enumerate(problem.graph.ops) if op.pinned]
     asked = [R for R in every if (R[:, pinned].sum(axis=0) == 1).all()]
     np.testing.assert_array_equal([R for R in asked if obeys_limits(problem, R)], good)
+    least = least_runs(problem)[1]
     for budget in sorted({peak_of(problem, R) for R in good})[:3]:
         fitting = [R for R in good if peak_of(problem, R) <= budget]
         dearest, too_large = (max(some, key=lambda R: float(R.sum())) for some in (fitting, every))
         best, incumbent = min(cost_of(problem, R) for R in fitting), begun(problem, budget, 5.0)
         for found in _searched(incumbent.task, dearest, too_large):
             assert found is None or not wrong(problem, found, budget)
+        found = Detours(incumbent.task).search(least, Clock(0.2))
+        assert not wrong(problem, found, budget)
+        assert cost_of(problem, found) <= cost_of(problem, least)
         assert moment_bound(incumbent.task, incumbent, most=5).value <= best * (1 + 1e-6)
         if make is random_ruled_problem:  # whose rules these do not know of
             continue
         price = prices(sets, budget, np.zeros(sets.T))
+        found = Beam(sets, budget, 64, price, Clock(2.0)).search(dearest)
+        assert found is None or not wrong(problem, found, budget)
         again, _ = Beam(sets, budget, 4096, price, Clock(5.0)).bound()
         assert problem.keep_all_cost + again == pytest.approx(best)
         for stages in (run_pass(Tables.of(problem), budget, weights) for weights in GRID[:6]):

@@ -6,9 +6,8 @@ import numpy as np
 
 from benchmarks.networks import dags
 from checkmate import Problem, Schedule
-from checkmate.core import simulator
-from checkmate.solvers.common.schedules import bytes_in_stages, kept_by_the_forward, on_demand
-from tests.solvers.checks import all_runs, runs
+from checkmate.solvers.common.schedules import kept_by_the_forward, on_demand
+from tests.solvers.checks import runs
 from tests.support.oracle import random_problem
 from tests.support.paper_equations import violations
 from tests.support.sampling import in_turn
@@ -47,14 +46,3 @@ def test_any_choice_gives_a_schedule_that_needs_no_more_than_was_kept(seed: int)
     for t, kept in kept_after.items():
         if t + 1 < T:
             assert set(np.flatnonzero(schedule.S[t + 1])) <= set(kept) | set(problem.graph.outputs) | pinned
-
-
-@in_turn(seed=range(5))
-def test_bytes_in_stages_are_the_peak_of_each_stage(seed: int) -> None:
-    problem = random_problem(seed, most_ops=4)
-    R = all_runs(problem)
-    R[:, [op.pinned is not None for op in problem.graph.ops]] = False
-    np.fill_diagonal(R, True)
-    usage = simulator.simulate(simulator.lower(problem, Schedule.from_runs(problem.graph, R)), problem)
-    ends = np.cumsum(R.sum(axis=1))[:-1]  # of the runs of each stage
-    assert bytes_in_stages(problem, R)[0].tolist() == [max(part) for part in np.split(np.array(usage.bytes_at), ends)]

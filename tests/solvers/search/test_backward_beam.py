@@ -14,6 +14,7 @@ from benchmarks.networks import dags
 from checkmate.core.problem import Problem
 from checkmate.core.simulator import lower_runs
 from checkmate.solvers.common.incumbent import Clock, Incumbent, certify
+from checkmate.solvers.common.schedules import as_matrix
 from checkmate.solvers.search import backward_beam as module
 from checkmate.solvers.search.backward_beam import Beam, backward_bound, prices
 from checkmate.solvers.search.value_sets import ValueSets
@@ -70,6 +71,7 @@ def test_merging_happens_in_the_tests_above_and_loses_something() -> None:
     search = beam(chain, 5, MANY)
     search.most = 22 - chain.keep_all_cost
     assert search.bound() == (search.most, None)
+    assert beam(chain, 4, 8, seconds=0.0).search() is None
     assert beam(chain, 4, 8, seconds=0.0).bound() == (0.0, None)
 
 
@@ -78,6 +80,17 @@ def test_known_optima_of_unit_chains(layers: int, budget: int, best: int) -> Non
     chain = dags.unit_chain(layers)
     seconds, found = beam(chain, budget, MANY).bound()
     assert sum(map(len, found)) == best == chain.keep_all_cost + seconds
+
+
+@pytest.mark.parametrize("first", every(8, range(0, 80, 10)))
+def test_plans_fit_and_are_no_dearer_than_the_known_one(first: int) -> None:
+    for problem, budget, best in small(random_problem, first):
+        start = beam(problem, budget, MANY).bound()[1]
+        for width in (1, 3) if start else ():
+            alone = beam(problem, budget, width).search()
+            assert alone is None or cost_within(problem, budget, alone) >= best - 1e-9
+            beside = beam(problem, budget, width).search(as_matrix(start))
+            assert cost_within(problem, budget, beside) == pytest.approx(best)
 
 
 def test_a_price_is_what_keeping_takes_or_making_again() -> None:
