@@ -1,14 +1,13 @@
 """The method "auto", several methods in turn: a usable plan almost at once, a bound, then searches that close the gap.
 
-    a known plan adapted, or passes of next use; where none fits, what is near to keeping everything, solved exactly,
-    or a plan of a small peak
+    a known plan adapted, or passes of next use, or, where none fits, a plan of a small peak
     -> the search backwards, which is exact where the graph is tiny
-    -> the bound of more and more moments; plans that keep what it keeps
+    -> the bound of more and more moments, then plans that keep what its models keep
     -> all passes of next use and their local search, where they had no time to end
     -> detours from the best plan, backwards
-    -> passes guided by the bound, beside a plan of a small peak, and their local search
+    -> passes guided by the bound, beside the best of some plans of a small peak, and their local search
     -> neighbourhoods of the best plan, solved exactly
-    -> the exact model, where the graph is small; else more guided passes, detours and neighbourhoods in turn
+    -> the exact model, where the graph is small
 
 Each stage starts from the best plan so far and ends once the gap asked for is proven or its share of time is spent.
 On the main path, 10 of 16: see docs/idea.md.
@@ -19,7 +18,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import partial
 from math import inf
 
 import numpy as np
@@ -34,24 +33,22 @@ from checkmate.solvers.host.offload import offload
 from checkmate.solvers.linear.milp import milp
 from checkmate.solvers.linear.moments import Bound, lifted_runs, moment_bound
 from checkmate.solvers.search.adapt import Start, adapt, as_schedule, proven_by
-from checkmate.solvers.search.backward_beam import Detours, backward_bound
+from checkmate.solvers.search.backward_beam import backward_bound, detours
 from checkmate.solvers.search.drop_runs import GuidedPasses, drop_runs
 from checkmate.solvers.search.greedy import GRID, next_use
 from checkmate.solvers.search.late_gradients import last_twice
 from checkmate.solvers.search.local_search import exchange
 from checkmate.solvers.search.min_budget import TIME_LIMIT, ends_of, least_plan, small_plan
-from checkmate.solvers.search.neighbourhoods import Neighbourhoods
+from checkmate.solvers.search.neighbourhoods import search_around
 
 NEXT_USE = 0.05  # of the time
 SHORT = 10  # stages after which a gradient may run again in another plan of a small peak
 WAYS = 2  # to let go of gradients that wait
-TRY = 0.2  # of the time left: one of these plans, passes beside it, and their local search
 SMALL = 0.05  # of the time: a plan of the smallest peak is quickly found, or not at all
 ADAPT = 0.1  # of the time left: passes that keep what a relaxation keeps
 PASSES, EXCHANGE = 0.25, 0.2  # of the time of guided passes, and of what is left of it for local search from each
 OVER = 0.01  # of all the time: with less left no stage begins
 FINER = 0.2  # of the gap asked for: what the models of bounds are solved to
-SHARE_OF_TURN = 0.15  # of all the time: one search in turn
 log = logging.getLogger("checkmate.solve")
 
 
@@ -126,8 +123,9 @@ class Portfolio:
     stuck: int | None = None  # the op that no pass got beyond
     is_cut_short: bool = False  # the first look by passes of next use, by the clock
     failed: list[str] = field(default_factory=list)  # errors of stages
-    relaxed: Bound | None = None  # what the last relaxation of moments keeps
+    relaxed: list[Bound] = field(default_factory=list)  # what the models of more and more moments keep
     small: list[list[int]] | None = None  # the ops that run in each stage of a plan of a small peak
+    guided: GuidedPasses | None = None  # beside such a plan
 
     @property
     def left(self) -> float:
@@ -143,35 +141,6 @@ class Portfolio:
         if best.is_infeasible or self.left <= OVER * min(self.task.clock.seconds, self.patience):
             return False
         return best.R is None or best.cost - best.bound > self.task.gap * best.cost
-
-    # Searches that later turns go on with, each made when it is first needed.
-    detours = cached_property(lambda self: Detours(self.task))
-    neighbourhoods = cached_property(lambda self: Neighbourhoods(self.task))
-
-    @cached_property
-    def guided(self) -> GuidedPasses | None:
-        """Passes guided by a relaxation, beside a plan of a small peak; None where there is no such plan.
-
-        Of a few such plans, in which gradients run again soon or late or not at all, it is the one whose cheapest pass,
-        after local search, is the best.
-        """
-        problem, budget = self.task.problem, self.task.budget
-        if self.small is None:
-            self.small = small_plan(problem, budget, Clock(SMALL * self.left))
-        if self.small is None or self.relaxed is None:
-            return None
-        best, least = None, float("inf")
-        for far, homes in ((None, None), (SHORT, None), *((None, homes) for homes in last_twice(problem)[:WAYS])):
-            clock = Clock(TRY * self.left)
-            runs = small_plan(problem, budget, clock, far=far, homes=homes) if far or homes else self.small
-            passes = None if runs is None else GuidedPasses(self.task, runs, self.relaxed.moments, self.relaxed.parts)
-            cheapest = None if passes is None else passes.plain(clock.share(0.5))
-            if cheapest is not None:
-                found = exchange(self.task.within(clock.left), cheapest)
-                self.incumbent.offer(found, "guided")
-                if (seconds := Tables.of(problem).seconds_of(found)) < least:
-                    best, least = passes, seconds
-        return best
 
 
 def _known(search: Portfolio, task: Task) -> None:
@@ -192,12 +161,6 @@ def _all_passes(search: Portfolio, task: Task) -> None:
     """Run all passes with their local search, if the first look ended early: as good as the method "next-use"."""
     if search.is_cut_short:
         next_use(task, search.incumbent)
-
-
-def _near_keep_all(search: Portfolio, task: Task) -> None:
-    """If no pass fits, offer a plan near keeping everything: in large graphs the passes rerun too much."""
-    if search.incumbent.R is None and (R := search.neighbourhoods.first(task.clock)) is not None:
-        search.incumbent.offer(R, "near keep-all")
 
 
 def _least(search: Portfolio, task: Task) -> None:
@@ -224,28 +187,43 @@ def _least(search: Portfolio, task: Task) -> None:
 def _bound(search: Portfolio, task: Task) -> None:
     """Prove the bound of more and more moments, and offer the plans that its models suggest."""
     offer = partial(search.incumbent.offer, by="bound")
-    found = moment_bound(replace(task, gap=FINER * task.gap), search.incumbent, on_runs=offer)
-    if found.moments and not found.infeasible:
-        search.relaxed, runs = found, lifted_runs(task.problem, found)
-        offer(runs)
-        adapted = adapt(search.task.within(ADAPT * search.left), runs)
+    task = replace(task, gap=FINER * task.gap)
+    moment_bound(task, search.incumbent, on_runs=offer, on_bound=search.relaxed.append)
+
+
+def _adapted(search: Portfolio, task: Task) -> None:
+    """Offer plans that keep what the models of the bound keep: of few moments or of many, which is best differs."""
+    kept = {runs.tobytes(): runs for runs in (lifted_runs(task.problem, bound) for bound in search.relaxed)}
+    for n, runs in enumerate(kept.values()):
+        search.incumbent.offer(runs, "bound")
+        adapted = adapt(search.task.within(task.clock.left / (len(kept) - n)), runs) if search.is_open else None
         if adapted is not None:
-            offer(adapted)
+            search.incumbent.offer(adapted, "adapted")
 
 
-def _neighbourhoods(search: Portfolio, task: Task) -> None:
-    """Search around the best plan, then around the plan found there."""
-    best = search.incumbent
-    is_schedule = best.plan is not None and best.plan.is_a_schedule
-    if best.R is not None and is_schedule and not search.neighbourhoods.is_over(best.R):
-        best.offer(search.neighbourhoods.search(best.R, task.clock), "neighbourhoods")
+def _small_plans(search: Portfolio, task: Task) -> None:
+    """Choose the plan of a small peak that guided passes begin with, and offer what local search makes of each.
 
-
-def _detours(search: Portfolio, task: Task) -> None:
-    """Continue the beam searches beside the best plan, as wide as the last ones were."""
-    best = search.incumbent
-    if best.R is not None and not search.detours.is_over:
-        best.offer(search.detours.search(best.R, task.clock), "detours")
+    Of a few such plans, in which gradients run again soon or late or not at all, it is the one whose cheapest pass,
+    after local search, is the best.
+    """
+    problem, budget = task.problem, task.budget
+    if search.small is None:
+        search.small = small_plan(problem, budget, task.clock.share(SMALL))
+    if search.small is None or not search.relaxed:
+        return
+    least, relaxed = inf, search.relaxed[-1]
+    ways = [(None, None), (SHORT, None), *((None, homes) for homes in last_twice(problem)[:WAYS])]
+    for n, (far, homes) in enumerate(ways):
+        clock = task.clock.share(1 / (len(ways) - n))
+        runs = small_plan(problem, budget, clock, far=far, homes=homes) if n else search.small
+        passes = None if runs is None else GuidedPasses(search.task, runs, relaxed.moments, relaxed.parts)
+        cheapest = None if passes is None else passes.plain(clock.share(0.5))
+        if cheapest is not None:
+            found = exchange(search.task.within(clock.left), cheapest)
+            search.incumbent.offer(found, "guided")
+            if (seconds := Tables.of(problem).seconds_of(found)) < least:
+                search.guided, least = passes, seconds
 
 
 def _guided(search: Portfolio, task: Task) -> None:
@@ -253,7 +231,7 @@ def _guided(search: Portfolio, task: Task) -> None:
 
     That one may be dearer than the best plan: which way local search goes is luck, and where it ends too.
     """
-    if search.relaxed is None or search.guided is None:
+    if search.guided is None:
         return
     problem, fitting = task.problem, list[np.ndarray]()
     for runs in search.guided.search(task.clock.share(PASSES)):
@@ -263,20 +241,20 @@ def _guided(search: Portfolio, task: Task) -> None:
             fitting.append(R)
     if fitting:
         R = min(fitting, key=partial(cost_of, problem))
-        search.incumbent.offer(Neighbourhoods(task).search(R, task.clock), "guided")
+        search.incumbent.offer(search_around(task, R), "guided")
 
 
-def _in_turn(search: Portfolio, task: Task) -> None:
-    """Alternate guided passes, detours and neighbourhoods until beams have full width and nothing better is found."""
-    best, before = search.incumbent, float("inf")
-    while search.is_open:
-        looked_around = (_neighbourhoods,) if "neighbourhoods" in best.found else ()  # it is of use for this step
-        for part in (*looked_around, _guided, _detours):
-            if search.is_open:
-                part(search, task.within(min(search.left, SHARE_OF_TURN * search.task.clock.seconds)))
-        if best.cost >= before * (1 - 1e-9) and (best.R is None or search.detours.is_over):
-            return
-        before = best.cost
+def _detours(search: Portfolio, task: Task) -> None:
+    """Search beside the best plan by beams."""
+    if search.incumbent.R is not None:
+        search.incumbent.offer(detours(task, search.incumbent.R), "detours")
+
+
+def _neighbourhoods(search: Portfolio, task: Task) -> None:
+    """Search around the best plan, then around the plan found there."""
+    best = search.incumbent
+    if best.R is not None and best.plan is not None and best.plan.is_a_schedule:
+        best.offer(search_around(task, best.R), "neighbourhoods")
 
 
 @dataclass(frozen=True)
@@ -292,15 +270,15 @@ class Stage:
 STAGES = (
     Stage("known", _known, 0.1),
     Stage("next-use", _next_use, NEXT_USE),
-    Stage("near keep-all", _near_keep_all, 0.5),
     Stage("least", _least, 0.5),
     # exact where no states are merged, as in most tiny graphs
     Stage("exact at once", lambda search, task: backward_bound(task, search.incumbent), 0.3, most_ops=50),
     Stage("bound", _bound, 0.3),
+    Stage("adapted", _adapted, 0.4),
     Stage("all passes", _all_passes, 0.25),
     Stage("detours", _detours, 0.3),
-    Stage("guided", _guided, 0.3),
-    Stage("neighbourhoods", _neighbourhoods, 0.3),
+    Stage("small plans", _small_plans, 0.4),
+    Stage("guided", _guided, 0.4),
+    Stage("neighbourhoods", _neighbourhoods, 0.6),
     Stage("exact", lambda search, task: milp(task, search.incumbent), 1.0, most_ops=150),
-    Stage("in turn", _in_turn, 1.0),
 )

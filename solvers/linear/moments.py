@@ -87,7 +87,13 @@ class Bound:
 
 
 def moment_bound(
-    task: Task, incumbent: Incumbent, *, moments: Sequence[int] | None = None, most: int = 40, on_runs: OnRuns = None
+    task: Task,
+    incumbent: Incumbent,
+    *,
+    moments: Sequence[int] | None = None,
+    most: int = 40,
+    on_runs: OnRuns = None,
+    on_bound: Callable[[Bound], object] | None = None,
 ) -> Bound:
     """The best bound of models with more and more moments.
 
@@ -96,6 +102,7 @@ def moment_bound(
         incumbent: the solver starts from its schedule, where there is one.
         moments: ops to begin with; by default where keeping everything peaks and where most is unavoidable.
         on_runs: called, in another thread, with lifted runs (T, T) of each better answer, which may break the budget.
+        on_bound: called with what the model of each set of moments proves and keeps.
 
     >>> problem = Problem.from_dag([[], [0], [1], [0, 2]], seconds=[1] * 4, sizes=[1] * 4)
     >>> tasks = [Task(problem, budget) for budget in (3, 2)]
@@ -127,6 +134,8 @@ def moment_bound(
                 best = _solve(task.within(clock.left), incumbent, x, at, [], best, on_runs)
                 following = following_of(best)
             incumbent.prove(best.value)
+        if on_bound is not None and best.moments:
+            on_bound(best)
         in_time = clock.elapsed < LAST_MODEL * clock.seconds
         if best.infeasible or best.schedule is not None or not in_time or following == at:
             return best

@@ -304,48 +304,33 @@ def backward_bound(task: Task, incumbent: Incumbent, *, widths: Sequence[int] = 
             return
 
 
-class Detours:
-    """The state of the search; each call of `search` continues it.
+def detours(task: Task, R: np.ndarray) -> np.ndarray:
+    """A schedule (T, T) within the budget, no dearer than R, which is within the budget too.
 
-    Args:
-        task: its seed is that of what is drawn. The same seed gives the same plans where no clock binds.
+    Beams beside R with random prices, wider and wider. The same seed gives the same plans where no clock binds.
 
     >>> from checkmate.core.problem import Problem
     >>> problem = Problem.from_dag([[], [0], [1], [0, 2]], seconds=[1] * 4, sizes=[1] * 4)
-    >>> everything = np.tril(np.ones((4, 4), dtype=bool))
-    >>> Detours(Task(problem, 3)).search(everything, Clock(1.0)).sum(axis=0)
+    >>> detours(Task(problem, 3), np.tril(np.ones((4, 4), dtype=bool))).sum(axis=0)
     array([1, 1, 1, 1])
     """
-
-    def __init__(self, task: Task) -> None:
-        self.task = task
-        self.sets = ValueSets(task.problem)
-        self.rng = np.random.default_rng(task.seed)
-        self.width = FIRST_WIDTH
-
-    @property
-    def is_over(self) -> bool:
-        """Tell whether beams of full width have found nothing more."""
-        return self.width > WIDEST
-
-    def search(self, R: np.ndarray, clock: Clock) -> np.ndarray:
-        """A schedule (T, T) within the budget, no dearer than R, which is within the budget too."""
-        problem, budget, rng, quiet = self.task.problem, self.task.budget, self.rng, 0
-        forward = problem.seconds[: problem.graph.forward_length].sum()
-        while not clock.is_over and not self.is_over:
-            # Draw prices around how full each stage is.
-            worth = (bytes_in_stages(problem, R)[0] / budget) ** rng.choice(POWERS)
-            worth *= np.exp(rng.uniform(*np.log(WORTHS))) * forward / (problem.keep_all_peak * worth.sum())
-            price = prices(self.sets, budget, worth)
-            price *= np.exp(rng.normal(0.0, rng.choice(NOISES), (len(price), 1))).astype(np.float32)
-            found = Beam(self.sets, budget, self.width, price, clock).search(R)
-            better = found is not None and cost_of(problem, found) < cost_of(problem, R) * (1 - 1e-9)
-            # a beam knows not how often an op has run
-            if found is not None and better and obeys_limits(problem, found):
-                improved = exchange(self.task.within(SHARE_OF_EXCHANGE * clock.left), as_stages(found))
-                R, quiet = as_matrix(improved), 0
-            else:
-                quiet += 1
-            if quiet == ROUND:
-                self.width, quiet = WIDER * self.width, 0
-        return R
+    problem, budget, clock = task.problem, task.budget, task.clock
+    sets, rng, width, quiet = ValueSets(problem), np.random.default_rng(task.seed), FIRST_WIDTH, 0
+    forward = problem.seconds[: problem.graph.forward_length].sum()
+    while not clock.is_over and width <= WIDEST:
+        # Draw prices around how full each stage is.
+        worth = (bytes_in_stages(problem, R)[0] / budget) ** rng.choice(POWERS)
+        worth *= np.exp(rng.uniform(*np.log(WORTHS))) * forward / (problem.keep_all_peak * worth.sum())
+        price = prices(sets, budget, worth)
+        price *= np.exp(rng.normal(0.0, rng.choice(NOISES), (len(price), 1))).astype(np.float32)
+        found = Beam(sets, budget, width, price, clock).search(R)
+        better = found is not None and cost_of(problem, found) < cost_of(problem, R) * (1 - 1e-9)
+        # a beam knows not how often an op has run
+        if found is not None and better and obeys_limits(problem, found):
+            improved = exchange(task.within(SHARE_OF_EXCHANGE * clock.left), as_stages(found))
+            R, quiet = as_matrix(improved), 0
+        else:
+            quiet += 1
+        if quiet == ROUND:
+            width, quiet = WIDER * width, 0
+    return R

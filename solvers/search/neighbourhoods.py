@@ -35,7 +35,7 @@ import numpy as np
 
 from checkmate.core.problem import Problem
 from checkmate.solvers.common.flat_problem import Tables
-from checkmate.solvers.common.incumbent import Clock, Task
+from checkmate.solvers.common.incumbent import Task
 from checkmate.solvers.common.schedules import cost_of, fits, without_useless
 from checkmate.solvers.linear import equations, highs
 from checkmate.solvers.linear.highs import SolveStatus
@@ -46,73 +46,53 @@ PART = 0.01  # of a run: less of it in a relaxation is none
 LEVELS = 3  # at most: of inputs of inputs of what runs
 FINE = 3e-4  # of the cost: what a neighbourhood is solved to
 WORTH = 1e-4  # of the cost: a smaller gain is none
-FIRST = 0.1  # of the time: the neighbourhood of keeping everything, for a plan where there is none
 PATIENCE, MORE = 2.0, 2  # seconds for a neighbourhood at first, and times as many where that gains but is too little
 
 
-class Neighbourhoods:
-    """The state of the search; each call of `search` continues it.
+def search_around(task: Task, R: np.ndarray) -> np.ndarray:
+    """A schedule (T, T) within the budget, no dearer than R, which is within the budget too.
 
     >>> from checkmate.core.problem import Problem
     >>> problem = Problem.from_dag([[], [0], [1], [0, 2]], seconds=[1] * 4, sizes=[1] * 4)
-    >>> everything = np.tril(np.ones((4, 4), dtype=bool))
-    >>> Neighbourhoods(Task(problem, 3)).search(everything, Clock(1.0)).sum(axis=0)
+    >>> search_around(Task(problem, 3), np.tril(np.ones((4, 4), dtype=bool))).sum(axis=0)
     array([1, 1, 1, 1])
     """
-
-    def __init__(self, task: Task) -> None:
-        self.task = task
-        self.levels = 1  # of inputs
-        self.patience = PATIENCE  # seconds; a neighbourhood that is not solved then and gains nothing ends the search
-        self.spent: np.ndarray | None = None  # the schedule around which nothing better was found
-
-    def is_over(self, R: np.ndarray) -> bool:
-        """Tell whether nothing better is around this schedule."""
-        return self.spent is not None and bool((self.spent == R).all())
-
-    def search(self, R: np.ndarray, clock: Clock) -> np.ndarray:
-        """A schedule (T, T) within the budget, no dearer than R, which is within the budget too."""
-        problem = self.task.problem
-        while not clock.is_over and not self.is_over(R):
-            found, solved = self._best_around(R, clock)
-            better = cost_of(problem, found) < cost_of(problem, R) * (1 - WORTH)
-            R = found
-            if better and not solved:
-                self.patience *= MORE
-            elif not better and not clock.is_over:
-                self.levels = self.levels % LEVELS + 1 if solved else 1
-                self.spent = R if self.levels == 1 else None
-        return R
-
-    def first(self, clock: Clock) -> np.ndarray | None:
-        """A schedule within the budget near keep-all. None if none is found."""
-        R = np.eye(len(self.task.problem.graph.ops), dtype=bool)
-        self.patience = FIRST * clock.left
-        found, _ = self._best_around(R, clock)
-        self.patience = PATIENCE
-        return found if found is not R or fits(self.task.problem, self.task.budget, R) else None
-
-    def _best_around(self, R: np.ndarray, clock: Clock) -> tuple[np.ndarray, bool]:
-        """The best schedule of relaxations' neighbourhoods of R, or R; and whether all were solved."""
-        problem, budget, threads = self.task.problem, self.task.budget, self.task.threads
-        around, free = places_around(problem, R, self.levels), R.copy()
-        least = int(problem.unavoidable_bytes.max())
-        for room in ROOMS:
-            near = build(problem, least + int(room * (budget - least)), R, around)
-            relaxed = highs.run(near.model, relax=True, time_limit=clock.left, threads=threads)
-            if relaxed.x is None:
+    levels, patience = 1, PATIENCE
+    while not task.clock.is_over:
+        before = cost_of(task.problem, R)
+        R, solved = _best_around(task, R, levels, patience)
+        better = cost_of(task.problem, R) < before * (1 - WORTH)
+        if better and not solved:
+            patience *= MORE
+        elif not better:
+            if not solved or levels == LEVELS:
                 break
-            free |= near.runs(relaxed.x, PART)
-        if clock.is_over:
-            return R, False
-        near, limit = build(problem, budget, R, free), min(self.patience, clock.left)
-        answer = highs.run(near.model, gap=FINE, time_limit=limit, threads=threads, start=near.start(R))
-        solved = answer.outcome is not SolveStatus.STOPPED
-        if answer.x is None:
-            return R, solved
-        found = without_useless(problem.graph, near.runs(answer.x))
-        better = cost_of(problem, found) < cost_of(problem, R) or not fits(problem, budget, R)
-        return (found if better and fits(problem, budget, found) else R), solved
+            levels += 1
+    return R
+
+
+def _best_around(task: Task, R: np.ndarray, levels: int, patience: float) -> tuple[np.ndarray, bool]:
+    """The best schedule of relaxations' neighbourhoods of R, or R; and whether all were solved."""
+    problem, budget, clock = task.problem, task.budget, task.clock
+    around, free = places_around(problem, R, levels), R.copy()
+    least = int(problem.unavoidable_bytes.max())
+    for room in ROOMS:
+        near = build(problem, least + int(room * (budget - least)), R, around)
+        relaxed = highs.run(near.model, relax=True, time_limit=clock.left, threads=task.threads)
+        if relaxed.x is None:
+            break
+        free |= near.runs(relaxed.x, PART)
+    if clock.is_over:
+        return R, False
+    near = build(problem, budget, R, free)
+    limit = min(patience, clock.left)
+    answer = highs.run(near.model, gap=FINE, time_limit=limit, threads=task.threads, start=near.start(R))
+    solved = answer.outcome is not SolveStatus.STOPPED
+    if answer.x is None:
+        return R, solved
+    found = without_useless(problem.graph, near.runs(answer.x))
+    better = cost_of(problem, found) < cost_of(problem, R)
+    return (found if better and fits(problem, budget, found) else R), solved
 
 
 def places_around(problem: Problem, R: np.ndarray, levels: int) -> np.ndarray:

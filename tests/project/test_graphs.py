@@ -173,7 +173,7 @@ def test_the_committed_rows_of_stages_are_of_the_code_and_contradict_one_another
 
 
 def test_a_row_of_a_stage_and_what_it_is_worth(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stages, "LEFT_OUT", ("", "exact at once", "in turn"))
+    monkeypatch.setattr(stages, "LEFT_OUT", ("", "exact at once", "detours"))
     monkeypatch.setattr(stages, "count_own_seconds", lambda: None)  # it is for the whole process
     rows = [row for stage in stages.LEFT_OUT for row in stages.rows_of("chain-8", 0.6, stage, 1.0)]
     assert [row["cost_ratio"] for row in rows] == [21 / 17] * 3
@@ -182,9 +182,9 @@ def test_a_row_of_a_stage_and_what_it_is_worth(monkeypatch: pytest.MonkeyPatch) 
     for row in rows:
         row |= {"commit": "abc", "cpu": "a processor"}
     text = stages.markdown(rows)
-    worth = [line.split(" | ")[1:5] for line in text.splitlines() if line.startswith(("| exact at once", "| in turn"))]
+    worth = [line.split(" | ")[1:5] for line in text.splitlines() if line.startswith(("| exact at once", "| detours"))]
     assert worth == [["1 (76.47%)", "–", "1 (50.00%)", "–"], ["1 (no plan)", "–", "1 (100.00%)", "–"]]
-    assert re.search(r"^\| chain-8 \| 17 \| 60% \| in turn \| not found \| 100.00% \|", text, flags=re.MULTILINE)
+    assert re.search(r"^\| chain-8 \| 17 \| 60% \| detours \| not found \| 100.00% \|", text, flags=re.MULTILINE)
 
 
 def test_a_random_graph_is_connected_and_the_same_from_one_seed() -> None:

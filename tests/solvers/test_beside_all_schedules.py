@@ -13,12 +13,12 @@ from checkmate.solvers.common.incumbent import Clock, Task
 from checkmate.solvers.common.schedules import as_matrix, as_stages, cost_of, obeys_limits, on_demand, peak_of
 from checkmate.solvers.linear.moments import moment_bound
 from checkmate.solvers.search.adapt import adapt
-from checkmate.solvers.search.backward_beam import Beam, Detours, prices
+from checkmate.solvers.search.backward_beam import Beam, detours, prices
 from checkmate.solvers.search.drop_runs import GuidedPasses, drop_runs
 from checkmate.solvers.search.greedy import GRID, DeadEnd, run_pass
 from checkmate.solvers.search.local_search import exchange
 from checkmate.solvers.search.min_budget import least_runs, min_budget
-from checkmate.solvers.search.neighbourhoods import Neighbourhoods
+from checkmate.solvers.search.neighbourhoods import search_around
 from checkmate.solvers.search.value_sets import ValueSets
 from checkmate.solvers.solve import FOLLOWS_ALL, solve
 from tests.solvers.baselines.test_baselines import OPTIONS
@@ -80,7 +80,7 @@ def test_parts_of_auto_are_never_wrong(make: Make, seed: int) -> None:
         best, incumbent = min(cost_of(problem, R) for R in fitting), begun(problem, budget, 5.0)
         for found in _searched(incumbent.task, dearest, too_large):
             assert found is None or not wrong(problem, found, budget)
-        found = Detours(incumbent.task).search(least, Clock(0.2))
+        found = detours(incumbent.task.within(0.2), least)
         assert not wrong(problem, found, budget)
         assert cost_of(problem, found) <= cost_of(problem, least)
         assert moment_bound(incumbent.task, incumbent, most=5).value <= best * (1 + 1e-6)
@@ -107,4 +107,4 @@ def _searched(task: Task, dearest: np.ndarray, too_large: np.ndarray) -> Iterato
     kept = np.ones((1, len(task.problem.graph.values)))
     guided = GuidedPasses(task, as_stages(dearest), [len(dearest) // 2], kept)
     yield from map(as_matrix, guided.search(Clock(0.05)))
-    yield Neighbourhoods(task).search(dearest, Clock(0.2))
+    yield search_around(task.within(0.2), dearest)

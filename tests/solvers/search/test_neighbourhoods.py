@@ -13,7 +13,7 @@ from checkmate.solvers.linear import highs
 from checkmate.solvers.linear.equations import cost_unit
 from checkmate.solvers.search.greedy import next_use
 from checkmate.solvers.search.min_budget import least_runs
-from checkmate.solvers.search.neighbourhoods import Neighbourhoods, build, places_around
+from checkmate.solvers.search.neighbourhoods import build, places_around, search_around
 from tests.solvers.checks import begun, runs
 from tests.support.layered import layered
 from tests.support.oracle import PLAIN_AND_WAYS, Make, optima, random_ruled_problem
@@ -65,10 +65,9 @@ def test_a_schedule_is_in_the_model_exactly_from_its_peak_on(make: Make, seed: i
 def test_the_chain_is_solved_from_its_plan_of_the_smallest_peak() -> None:
     """The plan stays as it is without time."""
     chain = dags.unit_chain(8)
-    search, start = Neighbourhoods(Task(chain, 4)), least_runs(chain)[1]
-    assert np.array_equal(search.search(start, Clock(0.0)), start)
-    found = search.search(start, Clock(60.0))
-    assert (search.is_over(found), search.is_over(start)) == (True, False)
+    start = least_runs(chain)[1]
+    assert np.array_equal(search_around(Task(chain, 4, Clock(0.0)), start), start)
+    found = search_around(Task(chain, 4, Clock(60.0)), start)
     assert (peak_of(chain, found) <= 4, found.sum()) == (True, 26)  # the optimum
 
 
@@ -77,21 +76,12 @@ def test_a_graph_without_structure_is_planned_far_better_than_by_passes() -> Non
     problem = layered(250)
     incumbent = begun(problem, int(0.8 * problem.keep_all_peak), 1.0)
     next_use(incumbent.task, incumbent)
-    found = Neighbourhoods(incumbent.task).search(incumbent.R, Clock(2.0))
+    found = search_around(incumbent.task.within(2.0), incumbent.R)
     assert peak_of(problem, found) <= incumbent.task.budget
     assert cost_of(problem, found) - problem.keep_all_cost < 0.9 * (incumbent.cost - problem.keep_all_cost)
 
 
-def test_a_first_plan_is_near_keeping_everything_where_that_can_be() -> None:
-    problem = layered(250)
-    search = Neighbourhoods(Task(problem, int(0.9 * problem.keep_all_peak)))
-    found = search.first(Clock(20.0))
-    assert fits(problem, search.task.budget, found)
-    assert 1 < cost_of(problem, found) / problem.keep_all_cost < 1.1
-    chain = dags.unit_chain(4)
-    assert Neighbourhoods(Task(chain, 1)).first(Clock(5.0)) is None
-    kept = Neighbourhoods(Task(chain, chain.keep_all_peak)).first(Clock(5.0))
-    assert np.array_equal(kept, runs(chain))
+def test_no_place_is_where_an_op_must_not_run() -> None:
     problem = Problem.from_dag([[], [0], [], [1, 2]], [1] * 4, [1] * 4, overwrites={2: [0]})
-    R = runs(problem)  # no place is where an op must not run
+    R = runs(problem)
     assert np.argwhere(places_around(problem, R, 3) & ~R).tolist() == [[1, 0], [3, 1]]
