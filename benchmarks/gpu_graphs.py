@@ -22,6 +22,7 @@ from benchmarks.common.rows import Row
 from benchmarks.common.runner import Benchmark
 from benchmarks.graphs import DEVICE, GRAPHS
 from checkmate.core.problem import Problem
+from checkmate.errors import Unsupported
 from checkmate.solvers.search.min_budget import ends_of
 
 KINDS = ("float32", "bfloat16")
@@ -47,7 +48,7 @@ def as_on_gpu(name: str, kind: str, device: str, time_limit: float) -> Iterator[
     row: Row = {"network": name, "kind": kind, "device": device}
     try:
         whole = traced(name, kind, device)
-    except checkmate.Unsupported:
+    except Unsupported:
         yield {**row, "refused": True}
         return
     row |= {"traced_in": time.perf_counter() - began, "ops": len(whole.graph.ops)}

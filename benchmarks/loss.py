@@ -27,6 +27,7 @@ from benchmarks.common.runner import Benchmark
 from benchmarks.common.timing import distance, median_ratio, seconds_in_turn, step_and_back
 from checkmate.backends.tensor_state import differing
 from checkmate.demo.training import peak_of_step
+from checkmate.errors import InfeasibleBudget
 
 CHUNKS = 8  # by hand
 TIME_LIMIT = 20.0  # seconds for each plan
@@ -85,7 +86,7 @@ def ways(rounds: int, small: bool) -> list[Row]:
         name = f"checkmate, bytes of {way}" if way in found else "checkmate, the fewest bytes"
         try:
             found[name] = {"peak": resident + peak_of_step(model, step, (x, y))}
-        except checkmate.InfeasibleBudget as error:
+        except InfeasibleBudget as error:
             print(f"{name}: {error}")
             continue
         steps[name] = step

@@ -36,6 +36,7 @@ from benchmarks.graphs import DEVICE, GRAPHS
 from benchmarks.peers.settings import checkpointed
 from benchmarks.peers.subjects import NETWORKS, Subject
 from checkmate.backends.tensor_state import differing, tensors_within
+from checkmate.errors import InfeasibleBudget
 from checkmate.memory import measure_peak
 from checkmate.updates.updates import Updates
 
@@ -123,7 +124,7 @@ def _ours(subject: Subject, budget: int, time_limit: float) -> Way:
     try:
         step = checkmate.training_step(subject.plain, optimizer, budget=budget, time_limit=time_limit, wait="best")
         step(*subject.batch)
-    except checkmate.InfeasibleBudget as error:
+    except InfeasibleBudget as error:
         return _ours(subject, error.min_budget, time_limit)
     return Way(lambda: step(*subject.batch), partial(_state, optimizer), step.plans[0])
 
@@ -183,12 +184,12 @@ def floor(name: str, time_limit: float) -> Row:
         step, batch = GRAPHS[name]()
     parameters = [t for t in tensors_within(step) if isinstance(t, torch.nn.Parameter)]
 
-    def smallest(fn: Any) -> checkmate.MinBudget:
+    def smallest(fn: Any) -> checkmate.solvers.search.min_budget.MinBudget:
         torch._dynamo.reset()
         problem = checkmate.trace(fn, *batch, profile=f"roofline:{DEVICE}")
         return checkmate.min_budget(replace(problem, next_split=None), time_limit=time_limit)
 
-    def whole(**options: Any) -> checkmate.MinBudget:
+    def whole(**options: Any) -> checkmate.solvers.search.min_budget.MinBudget:
         return smallest(checkmate.training_step(step, _adamw(parameters), budget="1 TB", **options))
 
     state = Updates([_adamw(parameters)]).held_bytes

@@ -31,6 +31,7 @@ from checkmate.backends.tensor_state import differing
 from checkmate.core.problem import Problem
 from checkmate.core.solution import Solution
 from checkmate.demo.training import train
+from checkmate.errors import CheckmateError
 from checkmate.memory import MemoryUse, measure_peak
 
 SHARES = (0.1, 0.4, 0.7)
@@ -188,7 +189,7 @@ def rows(setting: Setting, pairs: int, time_limit: float, host: str | None = Non
         torch._dynamo.reset()
         try:
             yield budget_row(setting, plain, share, pairs, time_limit, host)
-        except (checkmate.CheckmateError, RuntimeError) as error:
+        except (CheckmateError, RuntimeError) as error:
             yield {"share": share, "error": f"{type(error).__name__}: {error}"}
 
 

@@ -34,7 +34,6 @@ import torch
 from torch import Tensor, nn
 from transformers import BertConfig, BertForSequenceClassification
 
-import checkmate
 from benchmarks.common.apart import EndedEarly, apart
 from benchmarks.common.rows import Row
 from benchmarks.common.runner import Benchmark
@@ -53,6 +52,7 @@ from checkmate.backends.tensor_state import differing
 from checkmate.capture.fusion.kernels import Kernels
 from checkmate.core.files import VARIABLE
 from checkmate.demo.training import peak_of_step
+from checkmate.errors import InfeasibleBudget
 from checkmate.memory import CPU
 
 THEIRS: dict[str, Setting] = {
@@ -171,7 +171,7 @@ def train(
         began = time.perf_counter()
         try:
             left = _left_by(step, subject)
-        except checkmate.InfeasibleBudget as refusal:
+        except InfeasibleBudget as refusal:
             yield {"refused": str(refusal), "smallest": refusal.min_budget}
             return
         row: Row = {"first_step_seconds": time.perf_counter() - began}

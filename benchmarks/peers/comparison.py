@@ -40,6 +40,7 @@ from benchmarks.peers import report as peers_report
 from benchmarks.peers.settings import EAGER, HEURISTICS, Setting, front, inductor_peers, ours, peers
 from benchmarks.peers.subjects import NETWORKS, Network, Subject
 from checkmate.backends.tensor_state import differing
+from checkmate.errors import CheckmateError
 from checkmate.memory import CPU, measure_peak, record_allocations
 
 SHARES = (0.0, 0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.75, 1.0)  # from the smallest budget to keeping everything
@@ -48,7 +49,7 @@ BETWEEN = 3  # steps of others between two plain ones
 KINDS = ("peers", "ours", "heuristics", "inductor")
 ROUNDS = (7, 25)  # the fewest, the most
 LOOK = 3  # rounds that find the best peers
-FAILURES = (RuntimeError, ValueError, TypeError, AttributeError, checkmate.CheckmateError)
+FAILURES = (RuntimeError, ValueError, TypeError, AttributeError, CheckmateError)
 Outcome = dict[str, list[Tensor]]  # what a step leaves behind: loss, gradients, buffers, random_state
 TOLERANCE = 1e-3  # relative to the largest element of a tensor, where kernels differ
 

@@ -41,6 +41,7 @@ from benchmarks.start.script import started
 from checkmate.backends import compilation, step_problem
 from checkmate.backends.planner import Planner
 from checkmate.core.files import VARIABLE
+from checkmate.errors import InfeasibleBudget
 
 LOOP = "lstm-400"  # a loop in Python over as many tokens
 OURS, PLAIN, PEER = "checkmate", "plain PyTorch", "aot_eager"
@@ -111,7 +112,7 @@ def steps(backend: str, name: str, budget: int, time_limit: float) -> Iterator[R
         step = torch.compile(plain, backend=backend, fullgraph=True, dynamic=False)
     try:
         first, second = seconds(), seconds()
-    except checkmate.InfeasibleBudget as refusal:  # bytes that a trial decides differ from start to start
+    except InfeasibleBudget as refusal:  # bytes that a trial decides differ from start to start
         yield {"batch": len(batch[0]), "refused": str(refusal)}
         return
     row: Row = {"batch": len(batch[0]), "step_seconds": first, "second_step_seconds": second}

@@ -21,6 +21,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 import checkmate
 from checkmate.backends.capture_cache import CaptureCache
 from checkmate.backends.compilation import Backend
+from checkmate.errors import Unsupported
 from checkmate.memory import measure_peak
 from checkmate.memory.meter import SELDOM
 from tests.support.bits import assert_same_bits
@@ -328,7 +329,7 @@ def test_at_the_limit_the_number_is_named() -> None:
     step = compiled(model, max_plans=3)
     for _ in range(3):
         step(x).backward()
-    with pytest.raises(checkmate.Unsupported) as caught:
+    with pytest.raises(Unsupported) as caught:
         step(x)
     said = str(caught.value).replace("'", '"')
     for words in (
@@ -350,7 +351,7 @@ def test_at_the_limit_an_argument_is_named() -> None:
     run, x = compiled(step, max_plans=2), torch.randn(2, 8)
     for keep in (5, 6, 5, 6):
         assert_same_bits(run(x, keep), step(x, keep))
-    with pytest.raises(checkmate.Unsupported, match=r"The last ones: 5, 6, 7.*\n.*\n.*keep = torch\.tensor\(7\)"):
+    with pytest.raises(Unsupported, match=r"The last ones: 5, 6, 7.*\n.*\n.*keep = torch\.tensor\(7\)"):
         run(x, 7)
 
 

@@ -17,7 +17,7 @@ import checkmate
 from checkmate.backends.cuda_blocks import GIVEN, HELD, Replays, plan_in_blocks
 from checkmate.backends.planner import Options, Planner
 from checkmate.core.solution import Solution
-from checkmate.errors import SolverError
+from checkmate.errors import InfeasibleBudget, SolverError
 from checkmate.memory import measure_peak
 from checkmate.memory.cuda_allocator import DeviceState, Used
 from checkmate.solvers.search.min_budget import min_budget
@@ -100,7 +100,7 @@ def assert_budgets_hold(step: Callable[..., Tensor], *batch: Tensor) -> int:
         budget = least + int(share * (problem.keep_all_peak - least))
         try:
             assert_budget_holds(step, *batch, budget=budget)
-        except checkmate.InfeasibleBudget as refusal:
+        except InfeasibleBudget as refusal:
             refusals += 1
             assert_budget_holds(step, *batch, budget=refusal.min_budget)
     return refusals
@@ -211,7 +211,7 @@ def test_the_lowest_plan_is_tried_last_and_a_refusal_says_what_it_takes(least: i
     assert planned(most, 999, most - least).peak == least  # what the first is given leaves nothing
     assert planned(most, 8, 16, 24, 32, 0).peak == least  # each is given more than the last
     for budget, more in ((least + 8, (99, 9)), (least - 1, (9,))):
-        with pytest.raises(checkmate.InfeasibleBudget, match="in blocks of PyTorch's allocator") as found:
+        with pytest.raises(InfeasibleBudget, match="in blocks of PyTorch's allocator") as found:
             planned(budget, *more)
         assert (found.value.budget, found.value.min_budget) == (budget, least + 9)
         assert f"Smallest budget that works: {least + 9} B, {least} B with PYTORCH_ALLOC_CONF" in str(found.value)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential, create_selective_checkpoint_contexts
 
 import checkmate
+from checkmate.errors import BudgetError, InfeasibleBudget, Unsupported
 from tests.support.bits import assert_same_bits
 from tests.support.plainly import nothing_drawn
 from tests.support.sampling import in_turn
@@ -33,7 +34,7 @@ def net() -> nn.Sequential:
 def test_infeasible_budget_names_the_way_out(net: nn.Module) -> None:
     step = lambda x, y: F.cross_entropy(net(x), y)  # noqa: E731
     problem = checkmate.trace(step, X, Y)
-    with pytest.raises(checkmate.InfeasibleBudget, match="Smallest budget that works") as caught:
+    with pytest.raises(InfeasibleBudget, match="Smallest budget that works") as caught:
         checkmate.compile(step, budget="100 kB")(X, Y)
     error = caught.value
     assert error.budget == 100_000
@@ -48,7 +49,7 @@ def test_infeasible_budget_names_the_way_out(net: nn.Module) -> None:
         assert compiled.plans[0].peak <= error.min_budget
     smallest = checkmate.min_budget(problem).peak
     for reserve in (smallest, 1000):
-        with pytest.raises(checkmate.InfeasibleBudget, match="reserve") as caught:
+        with pytest.raises(InfeasibleBudget, match="reserve") as caught:
             checkmate.compile(step, budget=smallest, reserve=reserve)(X, Y)
         assert caught.value.min_budget == smallest + reserve
         (named,) = re.findall(r"Smallest budget that works: ([\d.]+ \w+) \(", str(caught.value))
@@ -59,7 +60,7 @@ def test_a_batch_norm_over_ranks_that_averages_over_all_batches_is_named(monkeyp
     """It computes on GPUs only, but counts before."""
     net, x = nn.Sequential(nn.Conv2d(3, 8, 3), nn.SyncBatchNorm(8, momentum=None)), torch.randn(4, 3, 16, 16)
     monkeypatch.setattr(net[1], "_check_input_dim", lambda x: None)
-    with pytest.raises(checkmate.Unsupported) as caught:
+    with pytest.raises(Unsupported) as caught:
         checkmate.compile(lambda x: net(x).mean(), budget="1 GB")(x)
     said, place, advice = str(caught.value).splitlines()
     assert "1 (SyncBatchNorm): momentum=None weighs each batch by 1 / num_batches_tracked" in said
@@ -73,7 +74,7 @@ def test_a_batch_norm_over_ranks_that_averages_over_all_batches_is_named(monkeyp
 def test_after_an_error_the_model_trains_as_before(net: nn.Module) -> None:
     twin = copy.deepcopy(net)
     state = torch.get_rng_state()
-    with pytest.raises(checkmate.InfeasibleBudget):
+    with pytest.raises(InfeasibleBudget):
         checkmate.compile(net, budget="1 kB")(X)
     assert_same_bits(torch.get_rng_state(), state)
     assert_same(
@@ -85,7 +86,7 @@ def test_after_an_error_the_model_trains_as_before(net: nn.Module) -> None:
 @in_turn(
     case=[
         *(
-            ({"budget": budget}, checkmate.BudgetError, None)
+            ({"budget": budget}, BudgetError, None)
             for budget in ("8 GB?", "9" * 400, "", "many", 0, -3, float("nan"), float("inf"), 0.5, True, None, [1])
         ),
         *(({"max_plans": most}, ValueError, "max_plans") for most in (0, True, 2.5)),
@@ -94,12 +95,16 @@ def test_after_an_error_the_model_trains_as_before(net: nn.Module) -> None:
         ({"time_limit": float("nan")}, ValueError, "time_limit"),
         ({"time_limit": float("inf")}, ValueError, "time_limit is a positive number of seconds, not inf"),
         ({"numerics": "rounding"}, TypeError, "no option 'numerics' any more. Every plan has the bits of plain PyTor"),
-        ({"reserve": "9" * 400}, checkmate.BudgetError, "between 1 and 2"),
-        ({"reserve": -1}, checkmate.BudgetError, "positive"),
+        ({"reserve": "9" * 400}, BudgetError, "between 1 and 2"),
+        ({"reserve": -1}, BudgetError, "positive"),
         ({"fn": 3}, TypeError, "module or a function, not int"),
         ({"fn": None}, TypeError, "module or a function, not NoneType"),
         ({"fn": nn.Linear}, TypeError, "module or a function, not the class Linear"),
-        ({"fn": torch.compile(nn.Linear(2, 2))}, checkmate.Unsupported, r"Give checkmate\.compile the plain one"),
+        (
+            {"fn": torch.compile(nn.Linear(2, 2))},
+            Unsupported,
+            r"Give checkmate\.compile the plain one",
+        ),
     ]
 )
 def test_what_is_wrong_fails_at_the_call(case: tuple[dict[str, Any], type[Exception], str | None]) -> None:
@@ -114,7 +119,7 @@ def test_sizes_that_are_marked_as_dynamic(net: nn.Module, mark: str) -> None:
     x = torch.randn(12, 64)
     getattr(torch._dynamo, mark)(x, 0)
     said = r"marked as dynamic \(torch._dynamo.mark_dynamic\).*a plan of its own"
-    with pytest.raises(checkmate.Unsupported, match=said):
+    with pytest.raises(Unsupported, match=said):
         step(x)
     step(torch.randn(12, 64)).backward()
     assert len(step.plans) == 1
@@ -122,7 +127,7 @@ def test_sizes_that_are_marked_as_dynamic(net: nn.Module, mark: str) -> None:
 
 def test_double_backward(net: nn.Module) -> None:
     loss = checkmate.compile(lambda x, y: F.cross_entropy(net(x), y), budget="1 GB")(X, Y)
-    with pytest.raises(checkmate.Unsupported, match=r"create_graph=True.*plain model"):
+    with pytest.raises(Unsupported, match=r"create_graph=True.*plain model"):
         torch.autograd.grad(loss, list(net.parameters()), create_graph=True)
 
 
@@ -131,7 +136,7 @@ def test_backward_within_autocast(net: nn.Module) -> None:
     step = checkmate.compile(lambda x, y: F.cross_entropy(net(x), y), budget="1 GB")
     with torch.autocast("cpu", torch.bfloat16):
         loss = step(X, Y)
-        with pytest.raises(checkmate.Unsupported, match="Call it after the block"):
+        with pytest.raises(Unsupported, match="Call it after the block"):
             loss.backward(retain_graph=True)
     loss.backward()
 
@@ -163,18 +168,18 @@ def test_backward_that_reads_what_the_forward_overwrites() -> None:
         scale.mul_(2)
         return loss
 
-    with pytest.raises(checkmate.Unsupported, match="overwrites"):
+    with pytest.raises(Unsupported, match="overwrites"):
         checkmate.compile(step, budget="1 GB")(X)
 
 
 def test_nothing_to_plan(net: nn.Module) -> None:
-    with torch.no_grad(), pytest.raises(checkmate.Unsupported, match="no_grad"):
+    with torch.no_grad(), pytest.raises(Unsupported, match="no_grad"):
         checkmate.trace(net, X)
 
 
 def test_verification_under_a_profiler(net: nn.Module) -> None:
     """A step can be captured there (`test_compile`), but what whole steps take cannot be measured beside another."""
-    refused = pytest.raises(checkmate.Unsupported, match="profiler, which is running already")
+    refused = pytest.raises(Unsupported, match="profiler, which is running already")
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]), refused:
         checkmate.verify(lambda x: net(x).sum(), X, budget="1 GB")
 
@@ -269,7 +274,7 @@ def test_a_batch_that_is_no_tensor(net: nn.Module) -> None:
     with pytest.raises(TypeError, match=r"^linear\(\): argument 'input' \(position 1\) must be Tensor, not list"):
         compiled([X, Y])  # in the words of plain PyTorch
     loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(X, Y))
-    with pytest.raises(checkmate.Unsupported, match="Pass the tensors of a batch"):
+    with pytest.raises(Unsupported, match="Pass the tensors of a batch"):
         compiled(loader)
 
 
@@ -440,7 +445,7 @@ class _Swapping(nn.Module):
 def _refusal(step: Callable[[Tensor], Tensor], words: str) -> str:
     """Get a refusal, which names the step or the line; no frame of the machinery is shown."""
     x = torch.randn(6, 4, requires_grad=True)
-    with nothing_drawn(), pytest.raises(checkmate.Unsupported, match=words) as caught:
+    with nothing_drawn(), pytest.raises(Unsupported, match=words) as caught:
         checkmate.compile(step, budget="1 GB")(x)
     assert caught.value.__suppress_context__
     is_module, said = isinstance(step, nn.Module), str(caught.value)
@@ -541,7 +546,7 @@ def test_what_saves_memory_by_itself_is_to_be_left_out(run: Callable[[nn.Module,
 
 def test_within_a_transform_of_torch_func_the_plain_module_is_to_be_called() -> None:
     compiled = checkmate.compile(nn.Linear(64, 10), budget="1 MB")
-    with pytest.raises(checkmate.Unsupported) as caught:
+    with pytest.raises(Unsupported) as caught:
         torch.func.vmap(compiled)(X)
     said, advice = str(caught.value).splitlines()
     assert said == "Cannot capture Linear.forward: Unsupported functorch tracing attempt"
@@ -575,7 +580,7 @@ def test_a_miner_is_to_stay_outside(net: nn.Module) -> None:
 
         return step
 
-    with pytest.raises(checkmate.Unsupported, match="compile the network alone, and call it on the outputs"):
+    with pytest.raises(Unsupported, match="compile the network alone, and call it on the outputs"):
         checkmate.compile(step_of(net), budget="1 GB")(X[:16], Y[:16])
 
     few = X[:16], Y[:16]
@@ -638,7 +643,7 @@ OTHER_WAYS = {
 @in_turn(way=OTHER_WAYS)
 def test_what_is_refused_is_told_the_other_way(way: str) -> None:
     for step, batch in OTHER_WAYS[way]:
-        with pytest.raises(checkmate.Unsupported) as refused:
+        with pytest.raises(Unsupported) as refused:
             checkmate.compile(step, budget="1 MB")(*batch)
         before, _, _ = str(refused.value).partition(way)
         assert before != str(refused.value)
@@ -649,7 +654,7 @@ def test_a_hook_that_clamps_is_told_the_option() -> None:
     layer = torch.nn.Linear(4, 1)
     layer.weight.register_hook(lambda gradient: gradient.clamp(-1, 1))
     optimizer = torch.optim.SGD(layer.parameters())
-    with pytest.raises(checkmate.Unsupported, match="where it clamps, give clip_value="):
+    with pytest.raises(Unsupported, match="where it clamps, give clip_value="):
         checkmate.training_step(lambda x: layer(x).sum(), optimizer, budget="1 MB")(ROWS)
 
 

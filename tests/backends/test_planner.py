@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import checkmate
 from checkmate.backends import compilation
+from checkmate.errors import BudgetError, InfeasibleBudget
 from checkmate.memory.available import Available, Limit, rounded_down
 from checkmate.units import exact_bytes, format_bytes
 from tests.support.plainly import assert_as_plain
@@ -68,7 +69,7 @@ def bytes_of(module: nn.Module) -> int:
     ),
 )
 def test_what_is_no_budget_is_refused_at_once(budget: Any, way_in: Callable[..., Any], there: There) -> None:
-    with pytest.raises(checkmate.BudgetError, match="70%"):
+    with pytest.raises(BudgetError, match="70%"):
         way_in(Loss(), budget)
     assert there.asked == []
 
@@ -117,7 +118,7 @@ def test_a_refusal_names_what_there_is_and_what_others_hold(there: There) -> Non
         (lambda: checkmate.training_step(lambda x: layer(x).sum(), torch.optim.SGD(layer.parameters())), False),
     ):
         there.free = 0
-        with pytest.raises(checkmate.InfeasibleBudget) as error:
+        with pytest.raises(InfeasibleBudget) as error:
             way_in()(x)
         said = str(error.value)
         assert "Smallest budget that works: " in said
@@ -178,7 +179,7 @@ def test_by_the_name_that_torch_compile_knows(there: There, found_by_name: None)
 
 
 def test_without_data_nothing_says_what_there_is(there: There) -> None:
-    nowhere = pytest.raises(checkmate.BudgetError, match="Without data a step runs nowhere: name the bytes")
+    nowhere = pytest.raises(BudgetError, match="Without data a step runs nowhere: name the bytes")
     with FakeTensorMode(), nowhere:
         checkmate.compile(Loss(), profile="roofline:h100")(torch.ones(ROWS, WIDE))
     assert there.asked == []
@@ -188,10 +189,10 @@ def test_bytes_that_are_named_are_not_looked_for(there: There) -> None:
     step = checkmate.compile(Loss(), budget="1 GB", reserve="100 MB")
     step(batch()).backward()
     assert step.plans[0].budget == 9 * 10**8
-    with pytest.raises(checkmate.InfeasibleBudget) as error:
+    with pytest.raises(InfeasibleBudget) as error:
         checkmate.compile(Loss(), budget=1000)(batch())
     assert "what there is" not in str(error.value)
-    with pytest.raises(checkmate.InfeasibleBudget, match=r"reserve of 2\.00 kB leaves nothing of") as error:
+    with pytest.raises(InfeasibleBudget, match=r"reserve of 2\.00 kB leaves nothing of") as error:
         checkmate.compile(Loss(), budget=1000, reserve=2000)(batch())
     assert f"Smallest budget that works: {exact_bytes(error.value.min_budget, up=True)}." in str(error.value)
     assert there.asked == []

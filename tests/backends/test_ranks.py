@@ -16,12 +16,11 @@ import pytest
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-import checkmate
 from benchmarks.networks import dags
 from checkmate.backends import ranks
 from checkmate.core.problem import Problem
 from checkmate.core.solution import Query, Solution, Status
-from checkmate.errors import SolverError
+from checkmate.errors import InvalidProblem, SolverError
 from checkmate.solvers.solve import min_budget, solve
 
 PROBLEM = dags.resnet((1, 1))
@@ -178,7 +177,7 @@ def test_a_changed_answer_is_refused(ask: Ask, monkeypatch: pytest.MonkeyPatch) 
         return follow(document, *args)
 
     monkeypatch.setattr(ranks, "_follow", changed)
-    with pytest.raises(checkmate.InvalidProblem, match="The plan of rank 0 is no valid plan"):
+    with pytest.raises(InvalidProblem, match="The plan of rank 0 is no valid plan"):
         ask(1, Planner(PROBLEM))
 
 

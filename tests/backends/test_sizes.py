@@ -25,6 +25,7 @@ from checkmate.backends.step_problem import joint_of
 from checkmate.capture.loss import ladder
 from checkmate.core.rules import with_rules, without_rules
 from checkmate.core.simulator import check_plan
+from checkmate.errors import InfeasibleBudget
 from checkmate.memory import measure_peak
 from checkmate.torch_internals.descriptions import FakeTensor
 from tests.support.bits import assert_same_bits
@@ -278,7 +279,7 @@ def test_a_length_that_is_too_long_is_refused_with_its_own_budget() -> None:
     for length in (50, 41):
         least = checkmate.min_budget(checkmate.trace(net, *_tokens(length))).peak
         net.load_state_dict(before)
-        with pytest.raises(checkmate.InfeasibleBudget) as refusal:
+        with pytest.raises(InfeasibleBudget) as refusal:
             step(*_tokens(length))
         assert refusal.value.min_budget == least
         assert_same_bits([*net.state_dict().values()], [*before.values()])
@@ -455,14 +456,14 @@ def test_a_refused_length_leaves_nothing_behind_and_closes_nothing() -> None:
     step: Any = checkmate.compile(lambda *batch: net(*batch), budget=_least(net, *_tokens(40)))
     step(*_tokens(24)).backward()
     for length in (60, 61, 62):
-        with pytest.raises(checkmate.InfeasibleBudget):
+        with pytest.raises(InfeasibleBudget):
             step(*_tokens(length))
     for length in (30, 31, 32):
         step(*_tokens(length)).backward()
     assert len(_captures(step)) == 1
     batch = _tokens(60)
     alive = [weakref.ref(tensor) for tensor in batch]
-    with pytest.raises(checkmate.InfeasibleBudget):
+    with pytest.raises(InfeasibleBudget):
         step(*batch)
     del batch
     gc.collect()

@@ -17,6 +17,7 @@ from checkmate.capture.device import allocated_on, device_of, in_autograds_threa
 from checkmate.capture.joint import read_joint
 from checkmate.capture.op_order import TracedStep
 from checkmate.devices import kind_of
+from checkmate.errors import InfeasibleBudget, Unsupported
 from checkmate.memory import measure_peak
 from tests.support.bits import assert_same_bits
 from tests.support.budgets import between
@@ -49,7 +50,7 @@ def test_one_device() -> None:
         (("cuda:0", "cpu"), r"cpu, first at primals_1"),
         (("meta",), "runs on meta"),
     ):
-        with pytest.raises(checkmate.Unsupported, match=said):
+        with pytest.raises(Unsupported, match=said):
             device_of(_graph(*kinds))
 
 
@@ -71,7 +72,7 @@ def test_what_an_allocator_holds_is_read_when_the_step_is_planned(monkeypatch: p
     problem = checkmate.trace(step, x)
     monkeypatch.setattr("checkmate.backends.compilation.allocated_on", lambda device: problem.resident + 5000)
     assert checkmate.trace(step, x).resident == problem.resident + 5000
-    with pytest.raises(checkmate.InfeasibleBudget) as caught:
+    with pytest.raises(InfeasibleBudget) as caught:
         checkmate.compile(step, budget=5000)(x)
     assert caught.value.min_budget == checkmate.min_budget(problem).peak + 5000
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import checkmate
 from checkmate.backends.step_problem import joint_of
 from checkmate.core.graph import Graph, Op
+from checkmate.errors import Unsupported
 from checkmate.memory import measure_peak
 from tests.support.plainly import verify_to_the_byte
 from tests.support.versions import needs
@@ -159,7 +160,7 @@ def test_ops_name_their_module_and_line() -> None:
 def test_a_side_effect_within_the_backward_is_refused() -> None:
     """The backward of this op looks whether its matrix could be inverted."""
     x = torch.randn(4, 4, requires_grad=True)
-    with pytest.raises(checkmate.Unsupported, match=r"test_joint.py:\d+: aten\._linalg_check_errors.* side effect"):
+    with pytest.raises(Unsupported, match=r"test_joint.py:\d+: aten\._linalg_check_errors.* side effect"):
         checkmate.trace(lambda x: torch.linalg.eig(x)[0].abs().sum(), x)
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 import checkmate
 from checkmate.backends import compilation, passes
+from checkmate.errors import Unsupported
 from tests.support.plainly import assert_refused
 
 Step = Callable[[Tensor, Tensor], Tensor]
@@ -49,7 +50,7 @@ def test_they_are_refused(name: str, before: bool, monkeypatch: pytest.MonkeyPat
         monkeypatch.setattr(compilation, "aot_autograd", trace)
     else:
         monkeypatch.setattr(passes, "refuse_sizes_of_data", lambda module: None)
-    with pytest.raises(checkmate.Unsupported, match=r"^test_number_inputs\.py:\d+: .* depends on data.*torch\.where"):
+    with pytest.raises(Unsupported, match=r"^test_number_inputs\.py:\d+: .* depends on data.*torch\.where"):
         checkmate.trace(SIZES_OF_DATA[name], X, Y)
 
 

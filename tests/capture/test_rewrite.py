@@ -18,6 +18,7 @@ from checkmate.capture import rewrite
 from checkmate.capture.nodes import is_random
 from checkmate.capture.random_draws import draw_mask
 from checkmate.capture.rewrite import scale_mask
+from checkmate.errors import Unsupported
 from checkmate.memory import measure_peak
 from tests.support.bits import assert_same_bits
 from tests.support.plainly import assert_as_plain, assert_refused, at_smallest_budget, train_as_plain
@@ -224,7 +225,7 @@ def test_batch_norm_that_keeps_its_statistics_runs_again_all_the_same(monkeypatc
 
 
 def test_draws_that_tracing_would_change_are_refused() -> None:
-    with pytest.raises(checkmate.Unsupported, match=r"test_rewrite.py:\d+.*rrelu.*contiguous"):
+    with pytest.raises(Unsupported, match=r"test_rewrite.py:\d+.*rrelu.*contiguous"):
         checkmate.trace(lambda x: F.rrelu(x.t() * 2, training=True).sum(), torch.randn(6, 8, requires_grad=True))
 
 

@@ -23,6 +23,7 @@ from checkmate.backends.step_problem import joint_of
 from checkmate.capture.sizes import open_sizes, put_in
 from checkmate.capture.without_device import cuda
 from checkmate.capture.without_device.attention_choice import CUDNN, EFFICIENT, FLASH, MATH, Attention, choose
+from checkmate.errors import Unsupported
 from checkmate.memory.native import Unbuildable
 from checkmate.torch_internals.dynamo import maybe_mark_dynamic
 
@@ -205,7 +206,7 @@ def test_a_question_of_random_numbers_is_refused() -> None:
     def step(x: Tensor) -> Tensor:
         return layer(x if torch.rand((), device=x.device) < 0.5 else 2 * x).sum()
 
-    with pytest.raises(checkmate.Unsupported, match="depends on random numbers that the step draws"):
+    with pytest.raises(Unsupported, match="depends on random numbers that the step draws"):
         checkmate.trace(step, x, profile="roofline:a100")
 
 
@@ -277,6 +278,6 @@ def test_a_length_stays_open_and_each_has_the_kernel_that_is_chosen_for_it(
 
     monkeypatch.setattr(compilation, "GRADIENT_REWRITES", [*compilation.GRADIENT_REWRITES, note])
     maybe_mark_dynamic(lengths[30], 1)
-    with pytest.raises(checkmate.Unsupported):  # a plan is for fixed sizes
+    with pytest.raises(Unsupported):  # a plan is for fixed sizes
         ops(lengths[30])
     assert put_in_place[0] == expected

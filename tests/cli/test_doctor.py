@@ -12,8 +12,8 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from checkmate import SolverError
 from checkmate.cli import doctor
+from checkmate.errors import SolverError
 from checkmate.solvers.catalogue import METHODS
 
 Patch = pytest.MonkeyPatch

@@ -19,6 +19,7 @@ import checkmate
 from checkmate.backends import compilation
 from checkmate.codegen import contributions
 from checkmate.codegen.contributions import UNKNOWN, Sharing, noted_arrivals, terms_of
+from checkmate.errors import Unsupported, VerificationError
 from checkmate.memory import measure_peak
 from tests.support.bits import assert_same_bits
 from tests.support.plainly import assert_alike, assert_as_plain, compiled
@@ -226,7 +227,7 @@ def test_views_of_inputs_among_the_results_are_refused_where_sums_would_differ(s
     w = torch.randn(6, 6, requires_grad=True)
     compiled = _compiled(step)
     assert_same_bits(torch.autograd.grad(compiled(w)[0], w), torch.autograd.grad(step(w)[0], w))
-    with pytest.raises(checkmate.Unsupported, match=r"args.0 is used more than once within .* x.clone\(\)"):
+    with pytest.raises(Unsupported, match=r"args.0 is used more than once within .* x.clone\(\)"):
         sum(r.sum() for r in compiled(w)).backward()
 
 
@@ -240,7 +241,7 @@ def test_verify_calls_a_step_more_than_once(monkeypatch: pytest.MonkeyPatch) -> 
     with pytest.raises(ValueError, match="1 or more, not 0"):
         checkmate.verify(model, A, calls=0, **options)
     monkeypatch.setattr(contributions, "verdicts", lambda fan: ())  # always the sum
-    with pytest.raises(checkmate.VerificationError, match=r"gradient of embedding.weight.*differs"):
+    with pytest.raises(VerificationError, match=r"gradient of embedding.weight.*differs"):
         checkmate.verify(model, A, calls=2, **options)
 
 
@@ -277,7 +278,7 @@ def test_where_the_inputs_are_unknown_nothing_may_come_first(monkeypatch: pytest
     model, (_, train) = Tied(), PROGRAMS["penalty"]
     compiled = _compiled(model)
     assert_alike(lambda run: _left_by(model, run, lambda _, lp: lp(A).backward()), compiled, model)
-    with pytest.raises(checkmate.Unsupported, match=r"An input is used more than once within the compiled step"):
+    with pytest.raises(Unsupported, match=r"An input is used more than once within the compiled step"):
         _left_by(model, compiled, train)
 
 

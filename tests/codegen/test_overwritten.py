@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import checkmate
+from checkmate.errors import Unsupported
 from tests.support.bits import assert_same_bits
 from tests.support.plainly import assert_alike
 
@@ -43,7 +44,7 @@ def test_what_plain_pytorch_needs_too(net: nn.Sequential, end: Any, write: Any, 
     with torch.no_grad():
         write(net, x, y)
     said = rf"needs, a torch.FloatTensor of shape {shape}, was written to between the step and its backward"
-    with pytest.raises(checkmate.Unsupported, match=said):
+    with pytest.raises(Unsupported, match=said):
         y.sum().backward()
     assert all(p.grad is None for p in net.parameters())
 
@@ -70,7 +71,7 @@ def test_a_weight_of_an_op_that_runs_again(net: nn.Sequential) -> None:
     assert_alike(write_and_go_back, step, _compiled(step))
     whole = replace(checkmate.trace(step, X, profile="roofline:h100"), next_split=None)  # no op runs in parts
     tight = _compiled(step, checkmate.min_budget(whole).peak)
-    with pytest.raises(checkmate.Unsupported, match=r"of shape \[64\], was written to .* a larger budget may keep"):
+    with pytest.raises(Unsupported, match=r"of shape \[64\], was written to .* a larger budget may keep"):
         write_and_go_back(tight)
 
 
@@ -80,7 +81,7 @@ def test_the_backward_is_over_before_the_write(net: nn.Sequential) -> None:
     loss = step(X)
     loss.backward(retain_graph=True)
     torch.optim.SGD(net.parameters(), lr=0.1).step()
-    with pytest.raises(checkmate.Unsupported, match=r"before optimizer.step\(\)"):
+    with pytest.raises(Unsupported, match=r"before optimizer.step\(\)"):
         loss.backward()
     step(X).backward()
 

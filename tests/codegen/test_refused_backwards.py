@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import checkmate
 from checkmate.codegen.refused_backwards import computed_from
+from checkmate.errors import Unsupported
 from tests.support.plainly import assert_alike, compiled
 
 X, Y = torch.randn(6, 8, generator=torch.Generator().manual_seed(1)), torch.arange(6) % 4
@@ -32,7 +32,7 @@ def test_a_watched_result_below_the_loss_is_refused(net: nn.Module) -> None:
         for with_logits in (False, True):
             loss, logits = step(X, Y)
             watch(logits)
-            with pytest.raises(checkmate.Unsupported, match=r"of shape \(6, 4\).*hook within the step"):
+            with pytest.raises(Unsupported, match=r"of shape \(6, 4\).*hook within the step"):
                 (loss + logits.sum() if with_logits else loss).backward()
 
 
@@ -89,7 +89,7 @@ def test_a_step_whose_graph_hands_on_a_token_of_effects() -> None:
 
     loss, factor = step()
     factor.register_hook(lambda grad: None)
-    with pytest.raises(checkmate.Unsupported, match="has a hook"):
+    with pytest.raises(Unsupported, match="has a hook"):
         loss.backward()
 
 

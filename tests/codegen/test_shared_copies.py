@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import checkmate
+from checkmate.errors import Unsupported
 from tests.support.bits import assert_same_bits
 
 Step = Callable[[Tensor], Tensor]
@@ -52,7 +53,7 @@ def test_uses_of_a_weight_in_one_region(layer: nn.Linear, plain: Step, step: Ste
     for first, second in ((step, step), (step, plain), (plain, step)):
         assert_same_bits(separately(first, second), expected)
         for meet in (lambda a, b: (a + b).backward(), lambda a, b: torch.autograd.backward([a, b])):
-            with pytest.raises(checkmate.Unsupported, match=r"^weight is used by .* anew for each call"):
+            with pytest.raises(Unsupported, match=r"^weight is used by .* anew for each call"):
                 meet(*_losses(first, second))
 
 
@@ -71,7 +72,7 @@ def test_a_weight_that_changes_in_the_region(layer: nn.Linear, plain: Step, step
             first(X)
             with torch.no_grad():
                 layer.weight.mul_(1.5)
-            with pytest.raises(checkmate.Unsupported, match="weight was changed in a region of autocast"):
+            with pytest.raises(Unsupported, match="weight was changed in a region of autocast"):
                 second(X)
 
 
@@ -108,5 +109,5 @@ def test_another_region_than_that_of_the_capture(layer: nn.Linear) -> None:
         for within in (False, True):
             assert_same_bits(gradients(made, x, within=within), gradients(plain, x, within=within))
             if within or x is not leaf:
-                with pytest.raises(checkmate.Unsupported, match=r"or the other way round. checkmate\.compile captures"):
+                with pytest.raises(Unsupported, match=r"or the other way round. checkmate\.compile captures"):
                     gradients(named, x, within=within)

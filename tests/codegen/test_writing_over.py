@@ -22,7 +22,7 @@ from checkmate.codegen.writing_over import calls_over, writes_of
 from checkmate.core.plan import Plan, Run
 from checkmate.core.problem import Problem
 from checkmate.core.solution import Solution
-from checkmate.errors import SolverError
+from checkmate.errors import SolverError, VerificationError
 from checkmate.memory import measure_peak
 from tests.support.bits import assert_same_bits
 from tests.support.plainly import assert_alike
@@ -414,7 +414,7 @@ def test_a_kernel_that_gives_other_bits_in_place_is_named(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(writing_over, "call_over", spoiled)
     step = checkmate.compile(_Net(), budget="1 GB", cache=False, time_limit=1, verify=True)
-    with pytest.raises(checkmate.VerificationError, match=r"first value that differs is tanh"):
+    with pytest.raises(VerificationError, match=r"first value that differs is tanh"):
         step(X)
 
 

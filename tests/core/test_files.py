@@ -17,9 +17,9 @@ from typing import Any
 
 import pytest
 
-from checkmate import InvalidProblem
 from checkmate.core import files
 from checkmate.core.files import DATABASE, rows
+from checkmate.errors import InvalidProblem
 from tests.support.sampling import in_turn
 
 

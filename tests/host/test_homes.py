@@ -442,7 +442,7 @@ kept = [m.weight.detach().clone() for m in model]
 if (child := os.fork()) == 0:
     try:
         home_of(model[0].weight).let_go()
-    except checkmate.HostError as error:
+    except checkmate.errors.HostError as error:
         assert "from which this one was forked" in str(error)
         model[1].weight.data.add_(1)
         model[0].weight.data = torch.zeros(2, 2)  # of the child alone, with its mapping, and not with the bytes

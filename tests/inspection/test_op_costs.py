@@ -19,7 +19,7 @@ PROBLEM = Problem(GRAPH, Profile([1.0, 2.0, 3.0, 4.0], [0, 500, 0, 0], 0, SOURCE
 
 
 def test_figures_by_hand() -> None:
-    costs = checkmate.profile(PROBLEM)
+    costs = checkmate.costs(PROBLEM)
     assert [row.seconds for row in costs] == [1.0, 2.0, 3.0, 4.0]
     assert [row.share for row in costs] == [0.1, 0.2, 0.3, 0.4]
     assert [row.output_bytes for row in costs] == [100, 10, 50, 1]
@@ -31,12 +31,12 @@ def test_figures_by_hand() -> None:
     assert [row.op for row in costs.by_bytes()] == [1, 0, 2, 3]
     assert [row.op for row in costs.by_lifetime()] == [0, 2, 1, 3]
     result = Problem.from_dag([[], [0], [1]], [1.0, 1.0, 1.0], [1, 1, 1], outputs=[0, 2])  # stays to the end
-    assert [row.byte_seconds for row in checkmate.profile(result)] == [3.0, 2.0, 1.0]
-    assert [row.share for row in checkmate.profile(Problem.from_dag([[]], [0.0], [1]))] == [0.0]  # of no seconds
+    assert [row.byte_seconds for row in checkmate.costs(result)] == [3.0, 2.0, 1.0]
+    assert [row.share for row in checkmate.costs(Problem.from_dag([[]], [0.0], [1]))] == [0.0]  # of no seconds
 
 
 def test_the_printed_tables_show_what_is_estimated_and_rows_do_not_change() -> None:
-    costs = checkmate.profile(PROBLEM, top=1)
+    costs = checkmate.costs(PROBLEM, top=1)
     title, _, size, lifetime = repr(costs).split("\n\n")
     assert title == f"4 ops, 10.0 s and at most 610 B a step ({SOURCE})"
     assert "estimated" in size
@@ -44,12 +44,12 @@ def test_the_printed_tables_show_what_is_estimated_and_rows_do_not_change() -> N
     with pytest.raises(FrozenInstanceError):
         costs[0].seconds = 1.0
     with pytest.raises(TypeError, match="already traced"):
-        checkmate.profile(PROBLEM, 1)
+        checkmate.costs(PROBLEM, 1)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("pandas") is not None, reason="pandas is installed")
 def test_without_pandas_there_are_records() -> None:
-    costs = checkmate.profile(PROBLEM)
+    costs = checkmate.costs(PROBLEM)
     with pytest.raises(ImportError, match="pip install pandas"):
         costs.to_pandas()
     assert costs.records()[1]["estimated"] is True
@@ -58,14 +58,14 @@ def test_without_pandas_there_are_records() -> None:
 def test_a_file_is_shown_without_pytorch(tmp_path: Path) -> None:
     path = tmp_path / "problem.json"
     PROBLEM.to_json(path)
-    code = f"import checkmate; print(checkmate.profile(checkmate.Problem.from_json({str(path)!r}), top=2))"
-    assert _python(BLOCK + code) == repr(checkmate.profile(PROBLEM, top=2))
+    code = f"import checkmate; print(checkmate.costs(checkmate.Problem.from_json({str(path)!r}), top=2))"
+    assert _python(BLOCK + code) == repr(checkmate.costs(PROBLEM, top=2))
 
 
 def test_a_network_shows_modules_and_lines() -> None:
     torch = pytest.importorskip("torch")
     net = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 1))
-    costs = checkmate.profile(lambda x: net(x).sum(), torch.ones(8, 64), profile="roofline:laptop")
+    costs = checkmate.costs(lambda x: net(x).sum(), torch.ones(8, 64), profile="roofline:laptop")
     assert costs[0].target == "aten.addmm.default"
     assert costs[0].where.startswith("0 (Linear, test_op_costs.py:")
     assert all(row.estimated for row in costs)

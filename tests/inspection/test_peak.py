@@ -214,7 +214,7 @@ def test_html_is_escaped() -> None:
     marked = tuple(replace(op, where="<b>") for op in problem.graph.ops)
     marked = replace(problem, graph=replace(problem.graph, ops=marked), profile=replace(problem.profile, source="<b>"))
     kept, again = solution_of(marked), solution_of(marked, (3, 0))
-    for answer in (explain_peak(kept, prices=False), checkmate.diff(kept, again), checkmate.profile(marked)):
+    for answer in (explain_peak(kept, prices=False), checkmate.diff(kept, again), checkmate.costs(marked)):
         assert "&lt;b&gt;" in answer._repr_html_()
         assert "<b>" not in answer._repr_html_()
 

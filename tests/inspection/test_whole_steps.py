@@ -13,6 +13,7 @@ from torch import nn, optim
 
 import checkmate
 from checkmate.backends.step_problem import step_name
+from checkmate.errors import Unsupported
 from checkmate.inspection.peak import explain_peak
 from checkmate.training import TrainingStep
 from checkmate.webpage import captions
@@ -149,5 +150,5 @@ def test_the_largest_batch_of_whole_steps() -> None:
     find: Any = {"profile": ROOFLINE, "time_limit": 20, "max_overhead": None, "smallest": 16, "largest": 64}
     found = checkmate.max_batch_size(lambda: step, lambda n: _made(n)[1], budget=2 * resident, **find)
     assert found.size == 64
-    with pytest.raises(checkmate.Unsupported, match="training step itself"):
+    with pytest.raises(Unsupported, match="training step itself"):
         checkmate.max_batch_size(lambda: step, lambda n: _made(n)[1], budget=2 * resident, measure=True, **find)

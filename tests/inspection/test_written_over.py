@@ -25,7 +25,7 @@ def _said(problem: Problem) -> str:
     """All that is printed of a problem and a plan by which op 1 runs again, so that its first value may go."""
     explained = Explanation(pinned_ops(problem), (), "", problem, checkmate.min_budget(problem))
     kept, again = solution_of(problem), solution_of(problem, (4, 1))
-    return "\n".join(map(str, (problem, again, checkmate.diff(kept, again), checkmate.profile(problem), explained)))
+    return "\n".join(map(str, (problem, again, checkmate.diff(kept, again), checkmate.costs(problem), explained)))
 
 
 def test_each_answer_says_so_in_words() -> None:

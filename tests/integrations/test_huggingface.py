@@ -13,7 +13,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 import checkmate
-from checkmate.errors import InfeasibleBudget, Unsupported
+from checkmate.errors import BudgetError, InfeasibleBudget, Unsupported
 from checkmate.integrations.huggingface import WithinBudget, find_batch_size
 from checkmate.memory import measure_peak
 from examples.lengths import DOCUMENTS, packed, padded
@@ -115,7 +115,7 @@ def test_a_trainer(model: str, tmp_path: Path) -> None:
 def test_what_is_given_too_late_or_twice_or_too_small(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match=r"no option 'time_limits'\. Did you mean 'time_limit'"):
         WithinBudget("1 MB", time_limits=1)  # type: ignore[call-arg]
-    with pytest.raises(checkmate.BudgetError):
+    with pytest.raises(BudgetError):
         WithinBudget("1 Miles")
     late = _trainer(tmp_path, _gpt2(1), bf16=True)
     late.add_callback(WithinBudget("2 MB"))

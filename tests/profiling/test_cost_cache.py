@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from checkmate import InvalidProblem
 from checkmate.core import files
+from checkmate.errors import InvalidProblem
 from checkmate.profiling import cost_cache as cache
 from checkmate.profiling.cost_cache import Conditions, OpCost, OpTable, load, read, store, write
 from tests.support.sampling import in_turn

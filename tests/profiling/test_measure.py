@@ -24,6 +24,7 @@ from checkmate.backends.capture_cache import CaptureCache
 from checkmate.backends.compilation import Backend
 from checkmate.backends.step_problem import joint_of
 from checkmate.devices import KERNELS
+from checkmate.errors import Unsupported
 from checkmate.memory import measure_peak
 from checkmate.profiling import cost_cache
 from checkmate.profiling import measure as measuring
@@ -363,20 +364,20 @@ def test_on_cuda_time_grows_with_work_and_workspaces_are_whole_blocks() -> None:
 def test_tensors_without_data_and_other_devices_are_refused() -> None:
     layer, x = nn.Linear(3, 3, device="meta"), torch.randn(2, 3, device="meta")
     says = r'weight is a fake tensor or on the meta .* profile="roofline:h100"'
-    with pytest.raises(checkmate.Unsupported, match=says):
+    with pytest.raises(Unsupported, match=says):
         checkmate.trace(layer, x)
-    with pytest.raises(checkmate.Unsupported, match=r'profile="roofline:h100"'):
+    with pytest.raises(Unsupported, match=r'profile="roofline:h100"'):
         checkmate.compile(layer, budget="1 MB")(x)
     with FakeTensorMode():
         layer, x = nn.Linear(3, 3), torch.randn(2, 3)
-    with pytest.raises(checkmate.Unsupported, match=r'profile="roofline:h100"'):
+    with pytest.raises(Unsupported, match=r'profile="roofline:h100"'):
         checkmate.trace(layer, x)
     graph = torch.fx.Graph()
     node = graph.placeholder("x")
     node.meta["val"] = torch.ones(2, device="meta")
     graph.output(node)
     joint = SimpleNamespace(module=torch.fx.GraphModule({}, graph))
-    with pytest.raises(checkmate.Unsupported, match="x is on meta: ops are measured on cpu and cuda only"):
+    with pytest.raises(Unsupported, match="x is on meta: ops are measured on cpu and cuda only"):
         profile_of(joint, measuring.Measure())
 
 

@@ -15,9 +15,10 @@ from torch.nn.attention.flex_attention import flex_attention
 
 import checkmate
 from benchmarks.networks import CASES
-from checkmate import Problem, Unsupported
+from checkmate import Problem
 from checkmate.backends import passes
 from checkmate.capture import random_draws
+from checkmate.errors import Unsupported
 from checkmate.profiling.data_sheets import device_named
 from checkmate.profiling.roofline import DEVICES, STATED, Device
 from tests.support.sampling import in_turn, long

@@ -13,10 +13,11 @@ import torch
 from torch import Tensor, nn
 
 import checkmate
-from checkmate import InvalidProblem, Problem, Profile, Unsupported
+from checkmate import Problem, Profile
 from checkmate.core.files import DATABASE, folder
 from checkmate.core.inplace import InPlace
 from checkmate.devices import CUDA
+from checkmate.errors import InvalidProblem, Unsupported
 from checkmate.profiling import measure
 from checkmate.profiling.cost_cache import OpTable, conditions_on, read, write
 from checkmate.profiling.measure import export

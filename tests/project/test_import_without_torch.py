@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from pathlib import Path
 
 import pytest
@@ -61,6 +62,16 @@ def test_every_public_name_is_there() -> None:
     for name in checkmate.__all__:
         assert getattr(checkmate, name).__module__.startswith("checkmate."), name
     assert set(checkmate.__all__) <= set(dir(checkmate))
+
+
+def test_a_name_that_moved_is_found_by_the_error_of_who_writes_it() -> None:
+    for name, place in checkmate._MOVED.items():
+        with pytest.raises(AttributeError, match=rf"no attribute '{name}'; it is checkmate\.{place}$"):
+            getattr(checkmate, name)
+        module, _, attribute = f"checkmate.{place}".rpartition(".")
+        assert callable(getattr(importlib.import_module(module), attribute))
+    with pytest.raises(AttributeError, match=r"no attribute 'fit'$"):
+        _ = checkmate.fit
 
 
 @pytest.mark.slow

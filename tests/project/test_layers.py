@@ -29,7 +29,7 @@ ROOMS = (  # each imports itself and rooms of lines above it; those of one line 
     ("compiler",),
     ("training",),
     ("tracing",),
-    ("costs", "dynamo", "sizes", "demo"),
+    ("dynamo", "sizes", "step_costs", "demo"),
     ("selftest", "integrations"),
     ("cli",),
     ("__main__",),

@@ -19,13 +19,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn, optim
 
 import checkmate
-from checkmate import BudgetError, Fits, Host, Unsupported, fits, max_batch_size, min_budget, trace
+from checkmate import Host, fits, max_batch_size, min_budget, trace
 from checkmate.core import simulator
+from checkmate.errors import BudgetError, Unsupported
 from checkmate.memory.cuda_allocator import EXPANDABLE
 from checkmate.profiling.data_sheets import DEVICES
 from checkmate.sizes import fits as sized
 from checkmate.sizes.fits import NAMES, Held, planned
-from checkmate.sizes.fits_page import NOT_ASKED
+from checkmate.sizes.fits_page import NOT_ASKED, Fits
 from checkmate.sizes.scaled_batch import scaled
 from tests.support.bits import assert_same_bits
 from tests.support.sampling import in_turn, long, slow

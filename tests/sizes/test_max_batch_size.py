@@ -15,9 +15,11 @@ from torch import Tensor, nn
 
 import checkmate
 from benchmarks.networks.dags import unit_chain
-from checkmate import Host, HostError, InfeasibleBudget, LargestBatch, Problem, Unsupported, max_batch_size, trace
+from checkmate import Host, Problem, max_batch_size, trace
 from checkmate.capture.number_inputs import NotFree
 from checkmate.core import simulator
+from checkmate.errors import BudgetError, HostError, InfeasibleBudget, Unsupported
+from checkmate.sizes.largest_batch import LargestBatch
 from checkmate.sizes.max_batch_size import BASELINES
 from checkmate.sizes.search import ONE_FORWARD, SizeSearch, is_within, most_seconds, plan_within
 from checkmate.sizes.sized_steps import SizedSteps
@@ -197,7 +199,7 @@ def test_arguments_that_make_no_sense() -> None:
         ({"make_step": lambda x: x.sum()}, Unsupported, "make_step, for size 16, failed.*lambda: step"),
         ({"make_step": lambda: torch.ones(1)}, TypeError, "gave no step"),
         ({"make_step": 3}, TypeError, "not int"),
-        ({"budget": "many"}, checkmate.BudgetError, "many"),
+        ({"budget": "many"}, BudgetError, "many"),
         ({"max_overhead": "two"}, ValueError, "one-forward"),
         ({"baselines": ["chen"]}, ValueError, "no method 'chen'"),
         ({"smallest": 0}, ValueError, "smallest"),

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import pytest
 
-from checkmate import MinBudget, Plan, Problem, Status, frontier, min_budget, solve
+from checkmate import Plan, Problem, Status, frontier, min_budget, solve
 from checkmate.core import simulator
 from checkmate.core.plan import Free, Run
 from checkmate.solvers import plan_cache
 from checkmate.solvers.common import incumbent
-from checkmate.solvers.search.min_budget import least_runs
+from checkmate.solvers.search.min_budget import MinBudget, least_runs
 from tests.solvers.checks import wrong
 from tests.solvers.steps import FIVE
 from tests.support.all_plans import cheapest_plan, is_a_schedule, random_chain_with_host, random_dag

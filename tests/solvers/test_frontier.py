@@ -21,11 +21,12 @@ import pytest
 
 import checkmate
 from benchmarks.networks import dags
-from checkmate import BudgetError, Frontier, Problem, Solution, SolverError, Status, frontier, solve
+from checkmate import Problem, Solution, Status, frontier, solve
+from checkmate.errors import BudgetError, SolverError
 from checkmate.solvers import frontier as module
 from checkmate.solvers.catalogue import METHODS, Method
 from checkmate.solvers.common.incumbent import Incumbent, Remarks, Task
-from checkmate.solvers.frontier import BUDGETS
+from checkmate.solvers.frontier import BUDGETS, Frontier
 from checkmate.solvers.solve import min_budget
 from tests.solvers.checks import by
 from tests.support.oracle import optima, random_problem
@@ -295,7 +296,7 @@ def test_it_prints_as_a_table_in_text_and_html() -> None:
     assert re.search(r"26\.0 s .*52\.94%.* optimal$", lines[2])
     assert len({line.index("milp") for line in lines[1:]}) == 1
     assert found._repr_html_().count("<tr>") == 4
-    assert isinstance(found, checkmate.Frontier)
+    assert isinstance(found, checkmate.solvers.frontier.Frontier)
 
 
 def test_records_are_numbers_and_text_and_pandas_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:

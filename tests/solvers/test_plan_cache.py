@@ -13,9 +13,10 @@ import numpy as np
 import pytest
 
 from benchmarks.networks import dags
-from checkmate import InvalidProblem, Problem, Profile, Solution, Status, solve
+from checkmate import Problem, Profile, Solution, Status, solve
 from checkmate.core import files
 from checkmate.core.solution import Query
+from checkmate.errors import InvalidProblem
 from checkmate.solvers import plan_cache
 from checkmate.solvers.auto import Portfolio
 from checkmate.solvers.plan_cache import Question, Record, as_document, from_document, lookup, relatives, store

@@ -6,8 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from checkmate import Problem, RuleError, SolverError, Status, frontier, min_budget, solve
+from checkmate import Problem, Status, frontier, min_budget, solve
 from checkmate.core.rules import with_rules
+from checkmate.errors import RuleError, SolverError
 from checkmate.solvers.catalogue import METHODS
 from checkmate.solvers.common.flat_problem import Tables
 from checkmate.solvers.common.incumbent import Clock, Task, certify

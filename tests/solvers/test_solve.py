@@ -17,8 +17,9 @@ import pytest
 
 import checkmate
 from benchmarks.networks import dags
-from checkmate import BudgetError, Problem, Solution, SolverError, Status, solve
+from checkmate import Problem, Solution, Status, solve
 from checkmate.core.solution import Query, Refusal
+from checkmate.errors import BudgetError, SolverError
 from checkmate.solvers.auto import Portfolio
 from checkmate.solvers.catalogue import METHODS
 from checkmate.solvers.common.incumbent import Clock, Incumbent, Task

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 import checkmate
 from checkmate.core.problem import Problem
+from checkmate.errors import Unsupported
 from tests.support.bits import assert_same_bits
 from tests.support.stepping import assert_same, train
 
@@ -33,7 +34,7 @@ def at_smallest_budget(step: Callable[..., Any], *batch: Any) -> Any:
 
 def assert_refused(step: Callable[..., Any], *batch: Any, words: str, **options: Any) -> str:
     """Check that a step is refused in these words, which are a regular expression; return the whole message."""
-    with nothing_drawn(), pytest.raises(checkmate.Unsupported, match=words) as caught:
+    with nothing_drawn(), pytest.raises(Unsupported, match=words) as caught:
         compiled(step, **options)(*batch)
     return str(caught.value)
 

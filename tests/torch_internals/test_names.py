@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 import checkmate.torch_internals as room
-from checkmate import Unsupported
 from checkmate.backends import capture_cache as _all_patches  # noqa: F401  # which puts them in place
+from checkmate.errors import Unsupported
 from checkmate.torch_internals import names
 from checkmate.torch_internals.names import LacksError, Name, Table
 from tests.project.test_layers import SOURCES
@@ -44,7 +44,7 @@ try:
         grads = torch.autograd.grad(step(x).sum(), list(model.parameters()))
         bits.append([grad.numpy().tobytes() for grad in grads])
     print("works" if bits[0] == bits[1] else "wrong")
-except checkmate.Unsupported as error:
+except checkmate.errors.Unsupported as error:
     print("refused" if "hidden: {name}" in str(error) else error)
 """
 

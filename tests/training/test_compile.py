@@ -19,6 +19,7 @@ from benchmarks.networks import CASES
 from checkmate.codegen.emit import AGAIN
 from checkmate.core.graph import Graph
 from checkmate.core.simulator import lower_runs
+from checkmate.errors import InfeasibleBudget
 from checkmate.memory import measure_peak
 from checkmate.profiling import cost_cache
 from checkmate.solvers.common.incumbent import certify
@@ -279,7 +280,7 @@ def test_the_budget_counts_what_the_step_holds_and_does_not_read() -> None:
     net.zero_grad()
     use = measure_peak(lambda: compiled(batch).backward())
     assert held + use.peak == compiled.plans[0].peak == problem.keep_all_peak
-    with pytest.raises(checkmate.InfeasibleBudget):
+    with pytest.raises(InfeasibleBudget):
         checkmate.compile(step, budget=held, time_limit=1)(batch)
 
 

@@ -22,6 +22,7 @@ from checkmate.backends import compilation
 from checkmate.core.simulator import simulate
 from checkmate.core.solution import Solution
 from checkmate.dynamo import backend
+from checkmate.errors import InfeasibleBudget, Unsupported
 from checkmate.memory import measure_peak
 from checkmate.memory.available import Available, Limit
 from tests.support.bits import assert_same_bits
@@ -135,20 +136,20 @@ class Scenes:
 
     def refused() -> None:
         wrapped = DistributedDataParallel(_net())
-        with pytest.raises(checkmate.Unsupported, match=r"DistributedDataParallel\(checkmate.compile\(model"):
+        with pytest.raises(Unsupported, match=r"DistributedDataParallel\(checkmate.compile\(model"):
             _compiled(wrapped)
         hidden = [wrapped]
         for step in (lambda x, y: 2 * wrapped(x, y), lambda x, y: 2 * hidden[0](x, y)):
-            with pytest.raises(checkmate.Unsupported, match=r"DistributedDataParallel\(checkmate.compile\(model"):
+            with pytest.raises(Unsupported, match=r"DistributedDataParallel\(checkmate.compile\(model"):
                 checkmate.compile(step, budget=BUDGET)(*batch(SIZE, WIDTH))
         sharded = fully_shard(_net())
         optimizer = torch.optim.SGD(sharded.parameters(), lr=0.1)
-        with pytest.raises(checkmate.Unsupported, match=r"checkmate.compile\(model.*outside of the plan.*reserve="):
+        with pytest.raises(Unsupported, match=r"checkmate.compile\(model.*outside of the plan.*reserve="):
             checkmate.training_step(sharded, optimizer, budget=BUDGET)
         zero = ZeroRedundancyOptimizer(_net().parameters(), torch.optim.SGD, lr=0.1)
-        with pytest.raises(checkmate.Unsupported, match=r"ZeroRedundancyOptimizer.*reserve="):
+        with pytest.raises(Unsupported, match=r"ZeroRedundancyOptimizer.*reserve="):
             checkmate.training_step(_net(), zero, budget=BUDGET)
-        with pytest.raises(checkmate.InfeasibleBudget, match="Smallest budget that works") as caught:
+        with pytest.raises(InfeasibleBudget, match="Smallest budget that works") as caught:
             DistributedDataParallel(_compiled(_net(), "3 MB"))(*batch(SIZE, WIDTH))
         assert len(set(everywhere((str(caught.value), caught.value.min_budget, caught.value.op)))) == 1
 
@@ -231,9 +232,9 @@ class Scenes:
         model = _compiled(_net())
         for block in model.blocks:
             fully_shard(block)
-        with pytest.raises(checkmate.Unsupported, match=r"blocks.0 is a part of the step.*as one unit"):
+        with pytest.raises(Unsupported, match=r"blocks.0 is a part of the step.*as one unit"):
             fully_shard(model)(*batch(SIZE, WIDTH))
-        with pytest.raises(checkmate.Unsupported, match=r"fully_shard\(checkmate.compile\(model"):
+        with pytest.raises(Unsupported, match=r"fully_shard\(checkmate.compile\(model"):
             _compiled(fully_shard(_net()))
 
     def a_second_memory() -> None:

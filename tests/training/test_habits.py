@@ -30,6 +30,7 @@ import checkmate
 from checkmate.backends.planner import Planner
 from checkmate.core.problem import Problem
 from checkmate.core.solution import Solution
+from checkmate.errors import Unsupported
 from checkmate.solvers.common.incumbent import certify
 from checkmate.solvers.search.min_budget import least_runs
 from tests.support.bits import assert_same_bits
@@ -713,7 +714,7 @@ def test_refused_with_what_to_do_instead(name: str) -> None:
     loss, words = REFUSED[name]
     model = torch.jit.script(net()) if "torch.jit" in name else net()
     given = batch()
-    with nothing_drawn(), pytest.raises(checkmate.Unsupported, match=words) as caught:
+    with nothing_drawn(), pytest.raises(Unsupported, match=words) as caught:
         _compiled(lambda x, y: loss(model, x, y))(*given)
     assert "test_habits.py" in str(caught.value)
 
@@ -723,7 +724,7 @@ def test_lazy_modules_are_to_be_called_once_before(hold: Callable[[nn.Module], A
     """Capture gives back the random numbers that it draws: later ones would be those of the parameters again."""
     model = nn.Sequential(nn.LazyLinear(8), nn.ReLU(), nn.Linear(8, 4))
     x, _ = batch()
-    with pytest.raises(checkmate.Unsupported, match=r"0\.weight .*Call it once"):
+    with pytest.raises(Unsupported, match=r"0\.weight .*Call it once"):
         _compiled(hold(model))(x)
     model(x)
     assert_same_bits(_compiled(hold(model))(x), hold(model)(x))

@@ -20,6 +20,7 @@ from torch import Tensor, nn, optim
 import checkmate
 from checkmate.backends import ranks
 from checkmate.backends.tensor_state import same_bits
+from checkmate.errors import HostError, InfeasibleBudget, InvalidProblem, Unsupported
 from checkmate.host import home_of
 from checkmate.memory import available
 from checkmate.units import parse_bytes
@@ -146,7 +147,7 @@ def test_an_update_that_is_interrupted_is_told_and_a_checkpoint_heals_it(
         with pytest.raises(KeyboardInterrupt):
             step(*batch)
     left = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
-    with pytest.raises(checkmate.Unsupported, match=r"update failed when [1-9] of 12 parameters .* step.calls = 0"):
+    with pytest.raises(Unsupported, match=r"update failed when [1-9] of 12 parameters .* step.calls = 0"):
         step(*batch)
     # A checkpoint, loaded into what is in the file, and the same step again.
     model.load_state_dict(before[0])
@@ -181,9 +182,9 @@ def test_a_disk_that_is_full_in_the_middle_of_an_update_is_told(
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "pwrite", full)
-        with pytest.raises(checkmate.HostError, match=r"to the file .* failed: .*No space left .* load a checkpoint"):
+        with pytest.raises(HostError, match=r"to the file .* failed: .*No space left .* load a checkpoint"):
             step(*batch)
-    with pytest.raises(checkmate.Unsupported, match=r"update failed when [1-9]\d* of 12 parameters"):
+    with pytest.raises(Unsupported, match=r"update failed when [1-9]\d* of 12 parameters"):
         step(*batch)
     plain = Net()
     of_plain = _optimizer(plain)
@@ -234,7 +235,7 @@ def test_a_method_that_knows_of_no_homes_is_refused(tmp_path: Path) -> None:
     model = checkmate.in_file(Net(), tmp_path)
     there: dict[str, Any] = {"host": f"file:{tmp_path}", "host_budget": "100 MB", "method": "poet"}
     step = checkmate.training_step(model, _optimizer(model), budget=BUDGET, **there)
-    with pytest.raises(checkmate.InvalidProblem, match=r"'poet' plans no step with values at home .* that do: auto"):
+    with pytest.raises(InvalidProblem, match=r"'poet' plans no step with values at home .* that do: auto"):
         step(X, Y, torch.tensor(1.0))
 
 
@@ -242,7 +243,7 @@ def test_a_second_memory_that_is_too_small_is_told_with_what_is_at_home(tmp_path
     model = checkmate.in_file(Net(), tmp_path)
     step = checkmate.training_step(model, _optimizer(model), budget=BUDGET, host=f"file:{tmp_path}", host_budget="5 MB")
     with pytest.raises(
-        checkmate.HostError, match=r"there: 4.19 MB of parameters, 6.29 MB of states. Say host_budget="
+        HostError, match=r"there: 4.19 MB of parameters, 6.29 MB of states. Say host_budget="
     ) as refusal:
         step(X, Y, torch.tensor(1.0))
     (least,) = re.findall(r"host_budget=([0-9_]+)", str(refusal.value))
@@ -293,7 +294,7 @@ def _wide_steps(folder: Path, new: Callable[[Tensor], dict[str, Any]], replace: 
 @pytest.mark.parametrize(("new", "part"), [long(_listed, "m"), long(_in_one_storage, "m"), (_of_two_names, "v")])
 def test_a_state_that_cannot_move_alone_is_refused(new: Any, part: str, tmp_path: Path) -> None:
     """A list stayed in memory uncounted, and of two names for one tensor each had a home of its own: other numbers."""
-    with pytest.raises(checkmate.Unsupported, match=f"the state '{part}', which is no tensor with bytes of its own"):
+    with pytest.raises(Unsupported, match=f"the state '{part}', which is no tensor with bytes of its own"):
         _wide_steps(tmp_path, new)(X)
 
 
@@ -301,7 +302,7 @@ def test_a_state_that_changes_its_bytes_is_told_and_left_as_the_update_made_it(t
     step = _wide_steps(tmp_path, lambda p: {"m": torch.zeros_like(p)}, lambda m: m.bfloat16())
     step(X)
     step(X)
-    with pytest.raises(checkmate.Unsupported, match=r"the state 'm' of a parameter of .* with 524.29 kB .* of 1.05 MB"):
+    with pytest.raises(Unsupported, match=r"the state 'm' of a parameter of .* with 524.29 kB .* of 1.05 MB"):
         step(X)
     (optimizer,) = step._updates.optimizers
     states = [state["m"] for p, state in optimizer.state.items() if p.ndim == 2]
@@ -333,12 +334,12 @@ def test_states_that_are_loaded_as_views_of_one_tensor_get_homes(tmp_path: Path)
 def test_a_model_without_a_second_memory_and_one_beside_it_are_told(tmp_path: Path) -> None:
     model = checkmate.in_file(Net(), tmp_path)
     step = checkmate.training_step(model, _optimizer(model), budget=BUDGET)
-    with pytest.raises(checkmate.InfeasibleBudget, match=r"in a file, .* no second memory: with host="):
+    with pytest.raises(InfeasibleBudget, match=r"in a file, .* no second memory: with host="):
         step(X, Y, torch.tensor(1.0))
     model = Net()
     there: dict[str, Any] = {"host": f"file:{tmp_path}", "host_budget": "100 MB"}
     step = checkmate.training_step(model, _optimizer(model), budget=BUDGET, **there)
-    with pytest.raises(checkmate.InfeasibleBudget, match=r"No parameter is at home .* checkmate.in_file\(model, "):
+    with pytest.raises(InfeasibleBudget, match=r"No parameter is at home .* checkmate.in_file\(model, "):
         step(X, Y, torch.tensor(1.0))
 
 
@@ -360,10 +361,10 @@ def test_without_host_budget_it_is_what_is_free_there(tmp_path: Path, monkeypatc
     assert 0 <= (90 + 4) * 2**20 - plan.problem.host.budget <= blocks
     free = 10 * 2**20
     sums = "4.19 MB of parameters, 6.29 MB of states, 3.15 MB of sums of gradients"
-    with pytest.raises(checkmate.HostError, match=f"there: {sums}. Say host_budget=13_7"):
+    with pytest.raises(HostError, match=f"there: {sums}. Say host_budget=13_7"):
         stepped(2)
     monkeypatch.setattr(ranks, "train_together", lambda: True)
-    with pytest.raises(checkmate.HostError, match="Ranks share a plan: say how many bytes each may take there"):
+    with pytest.raises(HostError, match="Ranks share a plan: say how many bytes each may take there"):
         stepped(1)
 
 

@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 
 import checkmate
 from checkmate.backends.tensor_state import same_bits
+from checkmate.errors import HostError, Unsupported
 from checkmate.host import home_of
 from checkmate.host.pinned_homes import Pinned
 from checkmate.memory import measure_peak
@@ -240,7 +241,7 @@ def test_an_update_that_fails_leaves_tensors_on_the_cpu_and_whole(at: int, monke
     assert_at_home(model, optimizer)
     left = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
     if at:
-        with pytest.raises(checkmate.Unsupported, match=r"update failed when [1-9] of 12 parameters"):
+        with pytest.raises(Unsupported, match=r"update failed when [1-9] of 12 parameters"):
             step(*BATCH)
     model.load_state_dict(before[0])
     optimizer.load_state_dict(copy.deepcopy(before[1]))
@@ -281,7 +282,7 @@ def test_a_step_that_needs_more_of_a_parameter_than_its_plan_brings_is_refused(k
     model = Renormed(kind)
     before = on_cpu(model.state_dict())
     step = planned_step(model, optim.SGD(model.parameters(), lr=0.1), **THERE)
-    with pytest.raises(checkmate.Unsupported, match=says):
+    with pytest.raises(Unsupported, match=says):
         step(torch.arange(8))
     assert_same_bits(model.state_dict(), before)
 
@@ -301,9 +302,9 @@ def test_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
             device=device,
         )
     for name, option in (("overlap=True", {"overlap": True}), ("verify=True", {"verify": True})):
-        refused(checkmate.Unsupported, f"device='cuda:0' is not planned with {name}.*: leave out one", **option)
+        refused(Unsupported, f"device='cuda:0' is not planned with {name}.*: leave out one", **option)
     ema = optim.swa_utils.AveragedModel(model), model
-    refused(checkmate.Unsupported, "is not planned with ema=: leave out one", ema=ema)
+    refused(Unsupported, "is not planned with ema=: leave out one", ema=ema)
 
 
 def test_without_host_budget_it_is_what_is_free() -> None:
@@ -316,7 +317,7 @@ def test_without_host_budget_it_is_what_is_free() -> None:
 
 
 def test_refused_at_a_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refused(model: nn.Module, says: str, error: type[Exception] = checkmate.Unsupported, **options: Any) -> None:
+    def refused(model: nn.Module, says: str, error: type[Exception] = Unsupported, **options: Any) -> None:
         step = planned_step(lambda x: model(x).square().mean(), optim.AdamW(model.parameters()), **{**THERE, **options})
         with pytest.raises(error, match=says):
             step(X)
@@ -330,7 +331,7 @@ def test_refused_at_a_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     refused(nn.Linear(512, 512).to("cuda:1"), "on cuda:1, cannot be moved to cuda:0 and back")
     refused(checkmate.in_file(nn.Linear(512, 512), tmp_path), "weight, .* is in a file, and a step on cuda:0 has homes")
     says = r"1.05 MB of parameters, 2.10 MB of states. Say host_budget="
-    refused(nn.Linear(512, 512), says, checkmate.HostError, host_budget="2 MB")
+    refused(nn.Linear(512, 512), says, HostError, host_budget="2 MB")
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     refused(nn.Linear(512, 512), "A CUDA graph is being captured")
 

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import checkmate
+from checkmate.errors import Unsupported
 from tests.support.bits import assert_same_bits
 from tests.support.processes import run_python
 
@@ -186,5 +187,5 @@ def test_hooks_of_the_module_itself(net: Net, compiled: Any) -> None:
 
 def test_forward_replaced_on_the_object(net: Net) -> None:
     net.forward = lambda x: x
-    with pytest.raises(checkmate.Unsupported, match="replaced on the object"):
+    with pytest.raises(Unsupported, match="replaced on the object"):
         checkmate.compile(net, budget="1 MB")

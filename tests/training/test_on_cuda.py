@@ -16,6 +16,7 @@ from torch import Tensor, nn
 import checkmate
 from checkmate.capture.device import have_libraries_take_workspaces
 from checkmate.capture.nodes import target_name
+from checkmate.errors import InfeasibleBudget, Unsupported
 from checkmate.memory import measure_peak
 from checkmate.memory.available import SHARE, STEPS, rounded_down
 from checkmate.profiling import cost_cache, measure, trial
@@ -121,7 +122,7 @@ def test_measuring_leaves_nothing_on_the_device() -> None:
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN, lambda *sizes: nn.RNN(*sizes, nonlinearity="relu")])
 def test_layers_that_are_one_kernel_of_cudnn_are_refused_by_name(kind: Any) -> None:
     net, x = kind(4, 8).cuda(), torch.randn(3, 2, 4, device="cuda")
-    with pytest.raises(checkmate.Unsupported, match=r"is a kernel of cuDNN.*nn\.RNNCell"):
+    with pytest.raises(Unsupported, match=r"is a kernel of cuDNN.*nn\.RNNCell"):
         checkmate.trace(lambda x: net(x)[0].sum(), x)
 
 
@@ -144,7 +145,7 @@ def test_a_budget_holds_what_is_asked_for_and_what_the_allocator_adds_is_told(sh
     budget = between(checkmate.trace(step, x), share, time_limit=SECONDS)
     try:
         report = checkmate.verify(step, x, budget=budget, time_limit=SECONDS)
-    except checkmate.InfeasibleBudget as refusal:  # in blocks of the allocator
+    except InfeasibleBudget as refusal:  # in blocks of the allocator
         budget = refusal.min_budget
         report = checkmate.verify(step, x, budget=budget, time_limit=SECONDS)
     assert report.measured_peak <= report.predicted_peak <= budget
@@ -321,9 +322,7 @@ def test_without_a_budget_a_step_leaves_what_others_hold(monkeypatch: pytest.Mon
         assert report.measured_peak <= room
         assert report.allocated_peak <= room or not is_installed()
     others_hold(total - int(SHARE * total), 1.0)
-    with pytest.raises(
-        checkmate.InfeasibleBudget, match=r"Smallest budget that works.*cuda:0 has 64\.00 GB, .* others"
-    ):
+    with pytest.raises(InfeasibleBudget, match=r"Smallest budget that works.*cuda:0 has 64\.00 GB, .* others"):
         checkmate.compile(step)(x)
 
 

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import checkmate
 from checkmate.core.fingerprint import fingerprints
+from checkmate.errors import InfeasibleBudget, RuleError
 from tests.support.bits import assert_same_bits
 from tests.support.stepping import assert_same, train
 
@@ -91,11 +92,11 @@ def test_verify_holds_rules_to_plain_pytorch() -> None:
 
 def test_a_rule_that_names_nothing_is_an_error_at_the_first_call() -> None:
     net = Net()
-    with pytest.raises(checkmate.RuleError, match=r"'score': 'keep' names nothing in this step. Near it: 'scores'"):
+    with pytest.raises(RuleError, match=r"'score': 'keep' names nothing in this step. Near it: 'scores'"):
         checkmate.compile(net, budget="2 MB", rules={"score": "keep"})(X)
-    with pytest.raises(checkmate.RuleError, match="Did you mean 'once'"):
+    with pytest.raises(RuleError, match="Did you mean 'once'"):
         checkmate.compile(net, budget="2 MB", rules={"scores": "onec"})
-    with pytest.raises(checkmate.RuleError, match=r"'block\.0' is 'kep'"):
+    with pytest.raises(RuleError, match=r"'block\.0' is 'kep'"):
         checkmate.explain(net, X, rules={"block.0": "kep"})
     for wrong in ((net, "scores"), (X, 3), (X, "")):
         with pytest.raises(TypeError, match=r"a tensor and a name"):
@@ -116,9 +117,7 @@ def test_a_part_that_is_left_out_takes_its_rule_with_it(caplog: pytest.LogCaptur
 def test_a_refusal_says_what_the_rules_cost() -> None:
     net = Net()
     smallest = checkmate.min_budget(checkmate.trace(net, X), time_limit=1).peak
-    with pytest.raises(
-        checkmate.InfeasibleBudget, match=r"Rules are in the way: without 'blocks': 'keep', "
-    ) as refusal:
+    with pytest.raises(InfeasibleBudget, match=r"Rules are in the way: without 'blocks': 'keep', ") as refusal:
         checkmate.compile(net, budget=smallest, rules={"blocks": "keep"}, time_limit=1)(X)
     assert refusal.value.min_budget > smallest
 

@@ -17,6 +17,7 @@ from torch.testing._internal.common_methods_invocations import op_db
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 import checkmate
+from checkmate.errors import Unsupported
 from tests.support.bits import assert_same_bits
 from tests.support.sampling import few
 
@@ -91,6 +92,6 @@ def _compare(call: Callable[..., Any], layout: Callable[[Tensor], Tensor], sampl
     torch._dynamo.reset()
     try:
         found = run(checkmate.compile(step, budget="1 GB", method="checkpoint-all", cache=False))
-    except checkmate.Unsupported:
+    except Unsupported:
         return
     assert_same_bits(found, expected)

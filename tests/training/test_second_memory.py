@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 import checkmate
-from checkmate import HostError, InfeasibleBudget
 from checkmate.core import files
 from checkmate.core.simulator import simulate
+from checkmate.errors import HostError, InfeasibleBudget
 from checkmate.host import opening
 from checkmate.memory import measure_peak
 from checkmate.solvers.background_search import News

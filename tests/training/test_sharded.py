@@ -20,6 +20,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import checkmate
 from checkmate.core.plan import Start
+from checkmate.errors import InfeasibleBudget, Unsupported
 from examples.ranks import shard
 from tests.support import recipes
 from tests.support.bits import assert_same_bits
@@ -66,7 +67,7 @@ _sgd = functools.partial(optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.01)
 
 def _smallest(make: Callable[[], nn.Module], data: tuple[Tensor, ...]) -> int:
     """The smallest budget that works, as a refusal names it: to all ranks the same."""
-    with pytest.raises(checkmate.InfeasibleBudget, match="Smallest budget that works") as caught:
+    with pytest.raises(InfeasibleBudget, match="Smallest budget that works") as caught:
         checkmate.compile(make(), budget=1000, time_limit=SECONDS)(*data)
     assert caught.value.min_budget is not None
     return caught.value.min_budget
@@ -135,7 +136,7 @@ class Scenes:
         assert plan.peak < plan.problem.keep_all_peak
         assert len(set(everywhere((plan.schedule.R.tobytes(), plan.peak)))) == 1
         mine = budget if dist.get_rank() else 10**9  # one rank gathers again, another does not: nothing waits
-        with pytest.raises(checkmate.Unsupported, match=r"The ranks follow different plans.*gather_parameter"):
+        with pytest.raises(Unsupported, match=r"The ranks follow different plans.*gather_parameter"):
             checkmate.compile(make(), budget=mine, time_limit=SECONDS)(*batch())
 
     def shards_of_different_sizes() -> None:
@@ -150,9 +151,9 @@ class Scenes:
         model = shard(Net(), _mesh())
         for given in ({"clip_norm": 1.0}, {"accumulate": 2}, {"scaler": torch.amp.GradScaler("cpu")}):
             (name,) = given
-            with pytest.raises(checkmate.Unsupported, match=rf"{name}= looks at whole gradients.*outside of the plan"):
+            with pytest.raises(Unsupported, match=rf"{name}= looks at whole gradients.*outside of the plan"):
                 planned_step(model, _adamw(model.parameters()), **given)
-        with pytest.raises(checkmate.Unsupported, match="Adafactor reads rows, columns or norms of a whole parameter"):
+        with pytest.raises(Unsupported, match="Adafactor reads rows, columns or norms of a whole parameter"):
             planned_step(model, optim.Adafactor(model.parameters()))
 
     def beside() -> None:
@@ -183,12 +184,10 @@ class Scenes:
         net = Net()
         for block in net.blocks:
             fully_shard(block, mesh=_mesh())
-        with pytest.raises(
-            checkmate.Unsupported, match=r'blocks.0 is a part.*"Sharded parameters in one plan" of docs'
-        ):
+        with pytest.raises(Unsupported, match=r'blocks.0 is a part.*"Sharded parameters in one plan" of docs'):
             checkmate.compile(net, budget="1 GB")(*batch())
         weight = nn.Parameter(distribute_tensor(torch.ones(8, 8), _mesh(), [Shard(0)]))
-        with pytest.raises(checkmate.Unsupported, match=r"gives a DTensor.*to_local"):
+        with pytest.raises(Unsupported, match=r"gives a DTensor.*to_local"):
             checkmate.compile(lambda: weight * 2.0, budget="1 GB")()
 
     def whole_steps_of_sgd() -> None:

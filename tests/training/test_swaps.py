@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import checkmate
 from checkmate.backends import capture_cache, plan_swap, planner
 from checkmate.core.solution import Query
+from checkmate.errors import Unsupported
 from checkmate.memory import measure_peak
 from tests.support.bits import assert_same_bits
 from tests.support.budgets import between
@@ -172,7 +173,7 @@ def test_writes_are_refused_by_what_the_plan_that_runs_needs(searches: list[Offe
                     bias.add_(1)
                 try:
                     loss.backward()
-                except checkmate.Unsupported as error:
+                except Unsupported as error:
                     found[name] = str(error)
         return found
 

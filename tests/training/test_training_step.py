@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn, optim
 
 import checkmate
+from checkmate.errors import InfeasibleBudget, Unsupported
 from tests.support.bits import assert_same_bits
 from tests.support.budgets import between
 from tests.support.sampling import long, slow
@@ -84,10 +85,10 @@ def test_refusals() -> None:
         (hooked, "hook"),
         ([adamw(model), adamw(model)], "two optimizers"),
     ):
-        with pytest.raises(checkmate.Unsupported, match=word):
+        with pytest.raises(Unsupported, match=word):
             planned_step(loss_of(model), optimizer)
     for gradients, word in ((True, "without a gradient"), (False, "no_grad")):
-        with torch.set_grad_enabled(gradients), pytest.raises(checkmate.Unsupported, match=word):
+        with torch.set_grad_enabled(gradients), pytest.raises(Unsupported, match=word):
             planned_step(lambda x: x.sum(), adamw(model))(X)
 
 
@@ -118,7 +119,7 @@ def test_a_step_that_is_replaced_on_the_optimizer_is_refused(replace: Any) -> No
     replace(optimizer)
 
     name = "zero_grad" if replace is _noted else "step"
-    refused = pytest.raises(checkmate.Unsupported, match=rf"(?s)AdamW\.{name} was replaced.* clip_norm=.* reserve=")
+    refused = pytest.raises(Unsupported, match=rf"(?s)AdamW\.{name} was replaced.* clip_norm=.* reserve=")
     with refused as error:
         step(X, Y)
     assert ("test_training_step.py:" in str(error.value)) is (replace is not _noted)
@@ -131,7 +132,7 @@ def test_a_step_that_is_replaced_in_the_class_is_refused(monkeypatch: pytest.Mon
     model = classifier()
     optimizer, own = adamw(model), optim.AdamW.step
     monkeypatch.setattr(optim.AdamW, "step", lambda self, closure=None: own(self, closure))
-    with pytest.raises(checkmate.Unsupported, match=r"AdamW\.step was replaced \(test_training_step\.py:"):
+    with pytest.raises(Unsupported, match=r"AdamW\.step was replaced \(test_training_step\.py:"):
         planned_step(loss_of(model), optimizer)
 
 
@@ -149,14 +150,14 @@ def test_another_thread_is_told_that_a_step_runs_one_call_at_a_time(monkeypatch:
         patch.setattr(step, "_begin", wait)
         first = pool.submit(step, X, Y)
         assert inside.wait(60)
-        with pytest.raises(checkmate.Unsupported, match=r"Another thread is in a call .* one call at a time"):
+        with pytest.raises(Unsupported, match=r"Another thread is in a call .* one call at a time"):
             step(X, Y)
         assert_same_bits(before, [*model.parameters()])
         go_on.set()
         first.result()
     loss = step(X, Y)
     assert loss.isfinite()
-    with pytest.raises(checkmate.Unsupported, match="arguments"):
+    with pytest.raises(Unsupported, match="arguments"):
         step(X, Y, None)
     assert step(X, Y) < loss  # an error lets go of it
 
@@ -218,7 +219,7 @@ def test_an_optimizer_that_the_step_does_not_reach() -> None:
     ):
         before = copy.deepcopy((net.state_dict(), other.state_dict())), torch.get_rng_state()
         step = planned_step(loss_of(net), several)
-        with pytest.raises(checkmate.Unsupported, match=f"reaches none of the [0-9]+ parameters of .*{said}"):
+        with pytest.raises(Unsupported, match=f"reaches none of the [0-9]+ parameters of .*{said}"):
             step(X, Y)
         assert_same_bits(((net.state_dict(), other.state_dict()), torch.get_rng_state()), before)
         assert not any(optimizer.state for optimizer in several)
@@ -242,7 +243,7 @@ def test_parameters_in_one_memory_are_refused_by_name() -> None:
     model[2].weight = nn.Parameter(model[0].weight.data.t())
     step = planned_step(loss_of(model), adamw(model))
     before = copy.deepcopy(model.state_dict())
-    with pytest.raises(checkmate.Unsupported, match=r"^0\.weight and 2\.weight are two parameters in the memory"):
+    with pytest.raises(Unsupported, match=r"^0\.weight and 2\.weight are two parameters in the memory"):
         step(X, Y)
     assert_same_bits(model.state_dict(), before)
 
@@ -252,7 +253,7 @@ def test_infeasible_budget_names_the_smallest() -> None:
     """Nothing has changed after the error."""
     model = classifier()
     optimizer, before = adamw(model), copy.deepcopy(model.state_dict())
-    with pytest.raises(checkmate.InfeasibleBudget) as error:
+    with pytest.raises(InfeasibleBudget) as error:
         planned_step(loss_of(model), optimizer, budget="20 kB")(X, Y)
     assert_same_bits(model.state_dict(), before)
     assert not optimizer.state

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn, optim
 
-import checkmate
+from checkmate.errors import Unsupported
 from checkmate.updates.gradients import Sums
 from tests.support.bits import assert_same_bits
 from tests.support.budgets import between
@@ -203,7 +203,7 @@ def test_resumed_in_mid_accumulation(make_optimizer: Callable[[Any], optim.Optim
         step.calls = calls
     for p, gradient in zip(model.parameters(), gradients, strict=True):
         p.grad = gradient
-    with pytest.raises(checkmate.Unsupported, match="of how many calls"):
+    with pytest.raises(Unsupported, match="of how many calls"):
         step(X, Y)
     with pytest.raises(ValueError, match="0 to 2"):
         step.calls = 3
@@ -230,7 +230,7 @@ def test_rewound_in_mid_accumulation(anew: str) -> None:
     model.load_state_dict(states[0])
     optimizer.load_state_dict(states[1])
     for refused in (step.update, lambda: step(X, Y), lambda: step.calls):
-        with pytest.raises(checkmate.Unsupported, match="of how many calls"):
+        with pytest.raises(Unsupported, match="of how many calls"):
             refused()
     if anew == "calls":
         step.calls = 0
@@ -279,7 +279,7 @@ def test_a_call_that_fails_in_the_middle_of_its_sums_is_told_by_the_next(
         patch.setattr(Sums, "add", interrupted)
         with pytest.raises(KeyboardInterrupt):
             step(X, Y)
-    with pytest.raises(checkmate.Unsupported, match=r"or its last call failed: .* to begin the update anew"):
+    with pytest.raises(Unsupported, match=r"or its last call failed: .* to begin the update anew"):
         step(X, Y)
     # Both begin the update anew, from the same state.
     step.calls = 0

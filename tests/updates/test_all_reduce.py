@@ -22,6 +22,7 @@ from torch.optim.swa_utils import AveragedModel
 
 import checkmate
 from checkmate.core.plan import Run
+from checkmate.errors import Unsupported
 from tests.support.bits import assert_same_bits
 from tests.support.ranks import batch, everywhere, play
 from tests.support.sampling import long, slow
@@ -154,7 +155,7 @@ class Scenes:
             step = _planned(loss_fn, optimizer, process_group=dist.group.WORLD, accumulate=accumulate)
             if accumulate == 2:
                 step(*_batch(), deep=dist.get_rank() == 0)
-            with pytest.raises(checkmate.Unsupported, match="No parameter was updated"):
+            with pytest.raises(Unsupported, match="No parameter was updated"):
                 step(*_batch(), deep=accumulate == 1 and dist.get_rank() == 0)
         assert_same_bits([*model.parameters()], before)
 
@@ -180,20 +181,20 @@ class Scenes:
                 {"process_group": None},
             ),  # as `group.WORLD` is before there is one
             (ValueError, "has a process group", inner, world),
-            (checkmate.Unsupported, r"communication hook.*reserve=", hooked, {}),
-            (checkmate.Unsupported, "A Own may do more", own, {}),
+            (Unsupported, r"communication hook.*reserve=", hooked, {}),
+            (Unsupported, "A Own may do more", own, {}),
             (ValueError, "different shapes", other, world),
         ]
         for error, words, made, about in refused:
             with pytest.raises(error, match=words):
                 _planned(loss_of(made), optim.SGD(made.parameters(), lr=0.1), **about)
-        with inner.no_sync(), pytest.raises(checkmate.Unsupported, match="accumulate=n"):
+        with inner.no_sync(), pytest.raises(Unsupported, match="accumulate=n"):
             _planned(loss_of(inner), optim.SGD(inner.parameters(), lr=0.1))(*_batch())
 
         def mean_of_all(x: Tensor, y: Tensor) -> Tensor:
             return all_gather_tensor_autograd(model(x), 0, dist.group.WORLD).square().mean()
 
-        with pytest.raises(checkmate.Unsupported, match="the backward exchanges data"):
+        with pytest.raises(Unsupported, match="the backward exchanges data"):
             _planned(mean_of_all, optim.SGD(model.parameters(), lr=0.1), **world)(*_batch())
 
     def as_gradients_are_averaged_one_by_one() -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn, optim
 
-from checkmate import Unsupported
+from checkmate.errors import Unsupported
 from checkmate.memory import measure_peak
 from checkmate.updates import optimizers
 from checkmate.updates.optimizers import Update

@@ -16,6 +16,7 @@ from torch import nn, optim
 from transformers.optimization import Adafactor
 
 import checkmate
+from checkmate.errors import Unsupported
 from checkmate.memory import measure_peak
 from checkmate.torch_internals.trees import tree_leaves
 from checkmate.updates import optimizers
@@ -106,7 +107,7 @@ def test_gradients_may_be_left() -> None:
     """They are as the optimizer was given them. One that may write over them could leave other ones plainly."""
     assert_same(Adafactor, look=lambda model, made: [p.grad for p in model.parameters()], gradients=True)
     for make in (own.DecaysInGradients, own.LambByGroups):
-        with pytest.raises(checkmate.Unsupported, match="may write over gradients"):
+        with pytest.raises(Unsupported, match="may write over gradients"):
             _whole(model := AllKinds(), make(_groups(model)), gradients=True)
 
 
@@ -212,7 +213,7 @@ def test_refused_by_name_with_the_way_out(name: str) -> None:
     before, drawn = copy.deepcopy(model.state_dict()), torch.get_rng_state()
     optimizer = make(_groups(model))
     groups = repr(optimizer.param_groups)
-    with pytest.raises(checkmate.Unsupported, match=words) as error:
+    with pytest.raises(Unsupported, match=words) as error:
         _whole(model, optimizer)
     assert type(optimizer).__name__ in str(error.value)
     assert "reserve=" in str(error.value)
@@ -234,7 +235,7 @@ class ByLargeOnes(own.OwnAdamW):
 def test_what_is_not_known_takes_a_promise(make: Make) -> None:
     """No trial on small copies could tell the first of these from the second: it does not update each alone."""
     model = AllKinds()
-    with pytest.raises(checkmate.Unsupported, match=r"(?s)is not known to update .* alone=True.* reserve="):
+    with pytest.raises(Unsupported, match=r"(?s)is not known to update .* alone=True.* reserve="):
         planned_step(model, make(_groups(model)))
     checked(make(_groups(model)), alone=True)
     checked(Adafactor(_groups(model)))
@@ -242,7 +243,7 @@ def test_what_is_not_known_takes_a_promise(make: Make) -> None:
 
 def test_of_a_shard_nothing_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(optimizers, "is_shard", lambda parameter: True)
-    with pytest.raises(checkmate.Unsupported, match="Lamb may read rows, columns or norms of a whole parameter"):
+    with pytest.raises(Unsupported, match="Lamb may read rows, columns or norms of a whole parameter"):
         checked(own.Lamb([nn.Parameter(torch.ones(2))]))
 
 

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn, optim
 from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_avg_fn
 
-import checkmate
+from checkmate.errors import Unsupported
 from checkmate.training import TrainingStep
 from checkmate.updates.gradients import HELD_BYTES
 from tests.support.budgets import between
@@ -201,11 +201,16 @@ def test_refusals() -> None:
     averaged = AveragedModel(model, multi_avg_fn=lambda averages, parameters, count: None)
     plain = optim.AdamW(model.parameters())
     refused: list[tuple[Any, str, optim.Optimizer, dict[str, Any]]] = [
-        (checkmate.Unsupported, "avg_fn=", plain, {"ema": (averaged, model)}),
+        (Unsupported, "avg_fn=", plain, {"ema": (averaged, model)}),
         (TypeError, "pair", plain, {"ema": averaged}),
         (ValueError, "another model", plain, {"ema": (AveragedModel(model), model[-1])}),
         (TypeError, "GradScaler", plain, {"scaler": 2.0}),
-        (checkmate.Unsupported, "fused=False", optim.AdamW(model.parameters(), fused=True), {"scaler": _scaler()}),
+        (
+            Unsupported,
+            "fused=False",
+            optim.AdamW(model.parameters(), fused=True),
+            {"scaler": _scaler()},
+        ),
         (ValueError, "float16", optim.SGD(half.parameters(), lr=0.1), {"scaler": _scaler()}),
     ]
     for error, words, optimizer, options in refused:

@@ -20,6 +20,7 @@ import checkmate
 from checkmate.capture import rewrite
 from checkmate.codegen import boxed as runtime
 from checkmate.codegen.boxed import takes_one_list
+from checkmate.errors import VerificationError
 from checkmate.memory import MemoryUse
 from checkmate.verification import compare as verification
 from checkmate.verification.compare import StepState, compare_with_spread, distance, names_that_differ
@@ -113,7 +114,7 @@ def test_what_a_module_does_otherwise_is_caught(
     """`verify`, which runs the first call of a step, names it and leaves no trace in generators."""
     _run_instead(monkeypatch, change)
     state, kept = random.getstate(), np.random.get_state()  # noqa: NPY002
-    with pytest.raises(checkmate.VerificationError, match=words):
+    with pytest.raises(VerificationError, match=words):
         checkmate.verify(step, X, Y, budget=budget)
     assert random.getstate() == state
     assert all(map(np.array_equal, np.random.get_state(), kept))  # noqa: NPY002
@@ -131,7 +132,7 @@ def test_what_is_computed_otherwise_is_named(
 ) -> None:
     """Noise that is drawn again when it is computed again, in a plan that does so; another scale than PyTorch's."""
     monkeypatch.setattr(rewrite, "scale_mask", scale_mask)
-    with pytest.raises(checkmate.VerificationError, match=words):
+    with pytest.raises(VerificationError, match=words):
         checkmate.compile(step, budget=_tight(step) if tight else "1 MB", verify=True)(X, Y)
 
 
@@ -224,7 +225,7 @@ def test_a_spread_is_caught(off: float, on_cuda: bool, words: str, net: nn.Modul
         _verify_as_on_cuda(monkeypatch)
     wavering_sum = _wavering_sum(monkeypatch, off=off)
     compiled = checkmate.compile(lambda x: wavering_sum(net(x).tanh()), budget="1 MB", verify=True)
-    with pytest.raises(checkmate.VerificationError, match=words):
+    with pytest.raises(VerificationError, match=words):
         compiled(X)
 
 
@@ -234,7 +235,7 @@ def test_what_plain_pytorch_repeats_must_be_equal_beside_what_it_does_not(net: n
     wavering_sum = _wavering_sum(monkeypatch)
     monkeypatch.setattr(rewrite, "scale_mask", SCALED_OTHERWISE)
     compiled = checkmate.compile(lambda x: (wavering_sum(x), net(x)), budget="1 MB", verify=True)
-    with pytest.raises(checkmate.VerificationError, match=r"repeats its own bits"):
+    with pytest.raises(VerificationError, match=r"repeats its own bits"):
         compiled(X.clone().requires_grad_())
 
 
@@ -266,7 +267,7 @@ def test_where_one_gradient_wavers_all_may(weight: list[float], bias: list[float
     """The weight's differ by 2 ** -10 of its largest element in five plain runs, and the bias's do not."""
     plain = _runs({"weight": [8.0, 8.0, 8.0 + 2**-7, 8.0, 8.0], "bias": [4.0] * 5})
     (found,) = _runs({"weight": weight, "bias": bias})
-    with nullcontext() if error is None else pytest.raises(checkmate.VerificationError, match=error):
+    with nullcontext() if error is None else pytest.raises(VerificationError, match=error):
         compare_with_spread(
             names_that_differ(plain[0], found) or ["the gradient of weight"], plain, found, found.gradients
         )
@@ -277,7 +278,7 @@ def test_outputs_and_what_repeats_everywhere_must_be_the_same() -> None:
     for gradients, output, name in ((wavers, 1.01, "output 0"), (repeats, 1.0, "the gradient of weight")):
         plain = _runs({"weight": gradients})
         (found,) = _runs({"weight": [8.0 + 2**-7 if gradients is wavers else 8.1]}, output)
-        with pytest.raises(checkmate.VerificationError, match=rf"^{name} .* repeats its own bits"):
+        with pytest.raises(VerificationError, match=rf"^{name} .* repeats its own bits"):
             compare_with_spread(names_that_differ(plain[0], found), plain, found, found.gradients)
 
 

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn, optim
 
 import checkmate
+from checkmate.errors import VerificationError
 from checkmate.updates.optimizers import Update
 from tests.support.bits import assert_same_bits
 
@@ -63,5 +64,5 @@ def test_an_update_that_does_otherwise_is_caught(
                 spoil(self.parameter, self.optimizer.state[self.parameter])
 
     monkeypatch.setattr(Update, "__call__", off)
-    with pytest.raises(checkmate.VerificationError, match=words):
+    with pytest.raises(VerificationError, match=words):
         _trained(verify=True)

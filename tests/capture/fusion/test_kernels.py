@@ -18,6 +18,7 @@ from torch import Tensor, fx, nn
 
 import checkmate
 from checkmate.capture.fusion import compiling, kernels
+from checkmate.errors import InfeasibleBudget, VerificationError
 from checkmate.memory import measure_peak
 from checkmate.profiling import trial
 from checkmate.verification import compare
@@ -188,7 +189,7 @@ def test_a_gradient_that_is_undefined_stays_so_within_a_group(kernels: Any, tran
 @pytest.mark.parametrize(("kernels", "against"), [("same-bits", "plain PyTorch"), ("fused", "the fused step")])
 def test_an_error_says_what_was_compared(net: Net, kernels: Any, against: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compare, "names_that_differ", lambda expected, found: ["output 0"] * (expected is not found))
-    with pytest.raises(checkmate.VerificationError, match=f"^output 0 of the compiled step differs from {against}"):
+    with pytest.raises(VerificationError, match=f"^output 0 of the compiled step differs from {against}"):
         checkmate.verify(net, *_batch(), budget="1 GB", kernels=kernels)
 
 
@@ -207,7 +208,7 @@ def test_groups_that_do_not_fit_run_op_by_op(kernels: Any) -> None:
     compiled = checkmate.compile(_gated, budget=least, kernels=kernels, verify=False)
     assert_same_bits(compiled(x), _gated(x))
     assert compiled.plans[0].peak <= least
-    with pytest.raises(checkmate.InfeasibleBudget) as refusal:
+    with pytest.raises(InfeasibleBudget) as refusal:
         checkmate.compile(_gated, budget=least // 2, kernels=kernels, verify=False)(x)
     assert refusal.value.min_budget == least
     assert checkmate.verify(_gated, x, budget=least, kernels=kernels).measured_peak == least

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 import checkmate
 from checkmate.backends.tensor_state import differing
 from checkmate.capture.higher_order import checkpoints
+from checkmate.errors import Unsupported
 from tests.support.bits import assert_same_bits
 from tests.support.plainly import assert_as_plain, assert_refused
 
@@ -134,7 +135,7 @@ def _one_twice(x: Tensor) -> Tensor:
 def test_what_reentrant_checkpoints_share_is_refused(step: Callable[[Tensor], Tensor]) -> None:
     """Plain PyTorch adds each use to ``.grad`` by itself, which shows in hooks, types and sums of steps."""
     x = torch.randn(4, 8, requires_grad=True)
-    with pytest.raises(checkmate.Unsupported, match=r"test_checkpoints.py:\d+.* shares _ONE.*use_reentrant=False"):
+    with pytest.raises(Unsupported, match=r"test_checkpoints.py:\d+.* shares _ONE.*use_reentrant=False"):
         checkmate.compile(lambda x: step(x).square().sum(), budget="1 GB", profile="roofline:h100")(x)
 
 

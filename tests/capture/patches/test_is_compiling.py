@@ -14,6 +14,7 @@ import checkmate
 from checkmate.capture.patches import is_compiling as asking
 from checkmate.capture.patches.is_compiling import plain_if_possible
 from checkmate.capture.patches.only_our_captures import Answer
+from checkmate.errors import Unsupported
 from tests.support.bits import assert_same_bits
 from tests.support.plainly import assert_as_plain, compiled
 
@@ -113,7 +114,7 @@ def test_what_cannot_be_captured_at_all_is_refused_without_a_warning(
         lambda run: lambda *args: tries.append(1) or run(*args),
     )
     run = compiled(step)
-    with pytest.raises(checkmate.Unsupported, match="_uncaptured"):
+    with pytest.raises(Unsupported, match="_uncaptured"):
         run(X)
     assert len(tries) == 2
     assert not caplog.records
@@ -126,7 +127,7 @@ def test_what_a_budget_refuses_is_not_tried_again() -> None:
     def run() -> None:
         tries.append(1)
         answer.asked["here"] = None
-        raise torch._dynamo.exc.BackendCompilerFailed(run, checkmate.Unsupported("too large"), None)
+        raise torch._dynamo.exc.BackendCompilerFailed(run, Unsupported("too large"), None)
 
     with pytest.raises(torch._dynamo.exc.BackendCompilerFailed):
         plain_if_possible(run, answer)()

@@ -16,6 +16,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import checkmate
 from checkmate.core.graph import Op
+from checkmate.errors import Unsupported
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="PyTorch without distributed")
 X = torch.ones(6, 8)
@@ -93,5 +94,5 @@ def test_weights_that_autocast_converts_are_refused() -> None:
             product = whole @ weight
         return product.to_local().float().sum()
 
-    with pytest.raises(checkmate.Unsupported, match=r"is a DTensor, and autocast.*\.to\(torch.bfloat16\)"):
+    with pytest.raises(Unsupported, match=r"is a DTensor, and autocast.*\.to\(torch.bfloat16\)"):
         checkmate.trace(step, X, profile="roofline:laptop")

@@ -19,8 +19,9 @@ import numpy as np
 import pytest
 
 from benchmarks.networks import dags
-from checkmate import SolverError, Status, solve, statusline
+from checkmate import Status, solve, statusline
 from checkmate.core import simulator
+from checkmate.errors import SolverError
 from checkmate.solvers.catalogue import METHODS, Method
 from checkmate.solvers.common.incumbent import Incumbent, Remarks, Task, certify
 from checkmate.solvers.linear import highs

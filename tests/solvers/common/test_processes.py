@@ -15,7 +15,8 @@ from typing import Any
 
 import pytest
 
-from checkmate import Problem, SolverError
+from checkmate import Problem
+from checkmate.errors import SolverError
 from checkmate.solvers.common.processes import NICENESS, BackgroundCall, Process, Processes
 from tests.support.processes import ROOT
 from tests.support.sampling import slow

@@ -9,12 +9,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from checkmate import Host, InvalidProblem, Problem, Status, solve
+from checkmate import Host, Problem, Status, solve
 from checkmate.cli.json_output import solution_record
 from checkmate.core.plan import Fetch, Free, Run, Send, Wait
 from checkmate.core.schedule import Schedule
 from checkmate.core.simulator import check_plan
 from checkmate.core.timing import timing
+from checkmate.errors import InvalidProblem
 from checkmate.inspection.difference import diff
 from checkmate.inspection.explanation import Explanation, pinned_ops
 from checkmate.inspection.peak import explain_peak

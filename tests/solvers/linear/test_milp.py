@@ -13,9 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.networks import dags
-from checkmate import Graph, Op, Problem, Profile, Schedule, SolverError, Status, Value, solve
+from checkmate import Graph, Op, Problem, Profile, Schedule, Status, Value, solve
 from checkmate.core import simulator
 from checkmate.core.inplace import InPlace
+from checkmate.errors import SolverError
 from checkmate.solvers.common.schedules import without_useless
 from checkmate.solvers.linear import highs
 from checkmate.solvers.linear.equations import FORMULATIONS, build, without_spare

@@ -10,7 +10,8 @@ import pulp
 import pytest
 
 from benchmarks.networks import dags
-from checkmate import Problem, SolverError
+from checkmate import Problem
+from checkmate.errors import SolverError
 from checkmate.solvers.linear.equations import FORMULATIONS, build, cost_unit, without_spare
 from checkmate.solvers.linear.highs import Result, SolveStatus
 from checkmate.solvers.linear.model import Model

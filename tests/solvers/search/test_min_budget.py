@@ -7,11 +7,11 @@ from collections import OrderedDict
 import pytest
 
 from benchmarks.networks import dags
-from checkmate import MinBudget, Problem, Profile, Status, min_budget, solve
+from checkmate import Problem, Profile, Status, min_budget, solve
 from checkmate.solvers.common.incumbent import Clock
 from checkmate.solvers.common.schedules import peak_of
 from checkmate.solvers.search import min_budget as least
-from checkmate.solvers.search.min_budget import bottleneck, least_plan, least_runs
+from checkmate.solvers.search.min_budget import MinBudget, bottleneck, least_plan, least_runs
 from checkmate.units import exact_bytes
 from tests.solvers.checks import takes_less_than, wrong
 from tests.support.all_plans import smallest_peak

@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 
 import checkmate
-from checkmate import CheckmateError, Graph, Op, Plan, Problem, Profile, Value, solve
+from checkmate import Graph, Op, Plan, Problem, Profile, Value, solve
 from checkmate.core import simulator
 from checkmate.core.fingerprint import fingerprints
 from checkmate.core.plan import Free, Run, Start
 from checkmate.core.schedule import run_at_once
 from checkmate.core.timing import timing, walk
+from checkmate.errors import CheckmateError
 from checkmate.inspection.timeline import timeline
 from checkmate.solvers.catalogue import METHODS
 from checkmate.solvers.search.overlap import Exposed

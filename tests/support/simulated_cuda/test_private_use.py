@@ -79,7 +79,7 @@ for says, run in (
 ):
     try:
         run()
-    except checkmate.Unsupported as error:
+    except checkmate.errors.Unsupported as error:
         assert says in str(error), error
     else:
         raise AssertionError(says)

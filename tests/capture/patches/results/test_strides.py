@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 import checkmate
 from checkmate.capture.patches.results import strides as layouts
+from checkmate.errors import Unsupported
 from tests.support.plainly import assert_as_plain, at_smallest_budget, compiled, verify_to_the_byte
 from tests.support.sampling import every, few, in_turn, long, slow
 
@@ -279,7 +280,7 @@ def test_writes_to_shared_elements_and_those_that_tracing_loses_are_refused(name
         return (x * y).sum() + made.sum()
 
     batch = torch.ones(6).expand(4, 6), torch.randn(40).as_strided((3, 4), (4, 2))
-    with pytest.raises(checkmate.Unsupported, match=message):
+    with pytest.raises(Unsupported, match=message):
         checkmate.trace(step, torch.ones(6, requires_grad=True), *batch)
 
 

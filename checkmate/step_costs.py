@@ -1,4 +1,4 @@
-"""The costs of a step, op by op: `profile`. PyTorch is loaded only to trace a step."""
+"""The costs of a step, op by op: `costs`. PyTorch is loaded only to trace a step."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from checkmate.core.problem import Problem
 from checkmate.inspection.op_costs import Costs, costs_of
 
 
-def profile(fn: Problem | Callable[..., Any], *args: Any, top: int = 10, **kwargs: Any) -> Costs:
+def costs(fn: Problem | Callable[..., Any], *args: Any, top: int = 10, **kwargs: Any) -> Costs:
     """List the costs of each op of a step, as a table.
 
     Args:
@@ -23,12 +23,12 @@ def profile(fn: Problem | Callable[..., Any], *args: Any, top: int = 10, **kwarg
         Unsupported: if the step cannot be captured as one graph, or needs no gradients.
 
     >>> problem = Problem.from_dag([[], [0], [0, 1]], seconds=[1.0, 2.0, 4.0], sizes=[10, 20, 5])
-    >>> [(row.name, row.byte_seconds) for row in profile(problem).by_lifetime()]
+    >>> [(row.name, row.byte_seconds) for row in costs(problem).by_lifetime()]
     [('op1', 120.0), ('op0', 70.0), ('op2', 20.0)]
     """
     if isinstance(fn, Problem):
         if args or kwargs:
-            raise TypeError("A problem is already traced: profile(problem) takes no batch and no options beside top.")
+            raise TypeError("A problem is already traced: costs(problem) takes no batch and no options beside top.")
         return costs_of(fn, top)
     from checkmate.tracing import trace
 
