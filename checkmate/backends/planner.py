@@ -211,19 +211,19 @@ class Planner:
         """Bytes that a running step may take."""
         return self.total - self.reserve
 
-    def find_budget(self, there: Available, least: Callable[[int], int], state: int) -> None:
+    def find_budget(self, memory: Available, least: Callable[[int], int], state: int) -> None:
         """Take the budget's share of the free memory, if the options name no bytes.
 
         Args:
-            there: the free memory.
+            memory: the free memory.
             least: gives the least of a number of bytes on all ranks that need the same plan.
             state: bytes that an optimizer may come to hold, which are set aside where no reserve is named.
         """
         share = self.options.share
         assert share is not None
-        self.total = max(1, least(rounded_down(int(share * there.bytes))))
-        of = "what there is" if share == 1 else f"{100 * share:g}% of what there is"
-        self.source = f"The budget is {of}, {exact_bytes(self.total)}: {there}."
+        self.total = max(1, least(rounded_down(int(share * memory.bytes))))
+        words = "what there is" if share == 1 else f"{100 * share:g}% of what there is"
+        self.source = f"The budget is {words}, {exact_bytes(self.total)}: {memory}."
         if self.options.reserve is None and state:
             self.reserve = state
             self.source += (
@@ -260,13 +260,12 @@ class Planner:
             cheapest = cheapest_known(problem, self.total - reserve, known)
             if cheapest is not None:
                 return cheapest
-        # The question.
         together, budget, seconds, wait = ranks.train_together(), self.total - reserve, options.time_limit, inf
         if go_on and not together and options.wait != "best":
             wait = options.wait if not isinstance(options.wait, str) else FIRST_SECONDS
         query = Query(problem, budget, options.method, seconds, wait=wait, cache=options.cache)
-        # Its way: the loss in more parts where none fits; one of the ranks for all; known plans; a first one; a method.
-        earlier = [plan for known in self._made if (plan := known()) is not None]
+        # Ways to a plan: the loss in more parts if none fits; one rank for all; known plans; a first one; a method.
+        earlier = [plan for reference in self._made if (plan := reference()) is not None]
         look_on = wait == inf and not together  # ranks, whose costs differ, have to ask alike
         known_or_new = plan_cache.kept(first_plan(solve.attempt), earlier)
         solver = solve.cheapest_split(ranks.one_plan(known_or_new), look_on=look_on)
@@ -279,5 +278,5 @@ class Planner:
             smallest, op = solution.refusal.min_budget + reserve, solution.refusal.op
             raise InfeasibleBudget(solution.message, budget=self.total, min_budget=smallest, op=op)
         solution = solve.with_halved(solution)
-        self._made = [*(known for known in self._made if known() is not None), weakref.ref(solution)]
+        self._made = [*(reference for reference in self._made if reference() is not None), weakref.ref(solution)]
         return solution
