@@ -91,8 +91,8 @@ def compile(fn: Any, budget: Bytes = "fit", **options: Unpack[CompileOptions]) -
     """
     refuse_what_is_no_step(fn)
     ranks.refuse_wrapped(fn)
-    asked = Options.of(compile, CompileOptions.__optional_keys__, options, budget)
-    return _compile_module(fn, asked) if isinstance(fn, nn.Module) else CompiledStep(fn, asked)
+    settings = Options.of(compile, CompileOptions.__optional_keys__, options, budget)
+    return _compile_module(fn, settings) if isinstance(fn, nn.Module) else CompiledStep(fn, settings)
 
 
 def verify(fn: Callable[..., Any], *args: Any, budget: Bytes = "fit", calls: int = 1, **kwargs: Any) -> Certificate:
@@ -125,11 +125,11 @@ def verify(fn: Callable[..., Any], *args: Any, budget: Bytes = "fit", calls: int
     return CompiledStep(fn, options)._compare(args, kwargs, calls)
 
 
-def refuse_what_is_no_step(fn: Any, asked: str = "checkmate.compile") -> None:
+def refuse_what_is_no_step(fn: Any, way_in: str = "checkmate.compile") -> None:
     """Raise a TypeError for a class, or for an object that cannot be called."""
     if not callable(fn) or isinstance(fn, type):
         kind = f"the class {fn.__name__}" if isinstance(fn, type) else type(fn).__name__
-        raise TypeError(f"{asked} takes a module or a function, not {kind}.")
+        raise TypeError(f"{way_in} takes a module or a function, not {kind}.")
 
 
 def new_backend(planner: Planner, second_memories: SecondMemories | None, updates: Insert | None = None) -> Backend:
@@ -165,12 +165,12 @@ class Planned:
 
         With ``accumulate`` those of all calls but the last of an update come first.
         """
-        return [one.plan for one in self._plans]
+        return [plan.plan for plan in self._plans]
 
     @property
     def planning(self) -> list[Planning]:
         """The state of each plan in ``plans``: its cost and bound, and whether a better one may still come."""
-        return [one.known for one in self._plans]
+        return [plan.known for plan in self._plans]
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait up to ``timeout`` seconds for planning to end; tell whether it has ended.
@@ -178,7 +178,7 @@ class Planned:
         What it has found takes over at the next call. Ctrl-C ends the waiting, not the planning.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
-        return all(one.wait(None if deadline is None else max(0.0, deadline - time.monotonic())) for one in self._plans)
+        return all(p.wait(None if deadline is None else max(0.0, deadline - time.monotonic())) for p in self._plans)
 
     def memory(self) -> ArenaReport:
         """Report the arenas and the second memory of the last step; prints as a table."""

@@ -92,10 +92,10 @@ class _Cpu(Kind):
     def name(self, device: torch.device) -> str:
         info = Path("/proc/cpuinfo")
         lines = info.read_text().splitlines() if info.exists() else []
-        found = {key.strip(): what.strip() for key, _, what in (line.partition(":") for line in lines)}
-        name = found.get("model name") or platform.processor() or platform.machine()
-        of_it = [found.get(key, "") for key in ("cpu family", "model", "stepping", "flags")]
-        kind = hashlib.sha256("\n".join(of_it).encode()).hexdigest()[:8]  # one name may stand for several
+        facts = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)}
+        name = facts.get("model name") or platform.processor() or platform.machine()
+        traits = [facts.get(key, "") for key in ("cpu family", "model", "stepping", "flags")]
+        kind = hashlib.sha256("\n".join(traits).encode()).hexdigest()[:8]  # one name may stand for several
         return f"{name} {kind} {torch.backends.cpu.get_cpu_capability()}"  # AVX2, AVX512, ...
 
 

@@ -55,7 +55,7 @@ class Kind:
 
     @contextmanager
     def marked(self, args: Any, kwargs: Any) -> Iterator[None]:
-        """Have Dynamo take the open sizes of these arguments for inputs within the block, unless the step fixes them."""
+        """Have Dynamo take open sizes of these arguments for inputs within the block, unless the step fixes them."""
         tensors: list[torch.Tensor] = []
         _types((args, kwargs), tensors)
         sizes = iter(self.sizes)

@@ -77,8 +77,8 @@ class Reading:
 
     ``rewrite`` makes the graph's ops those that run, ``fuse`` groups of these one op each, if given; ``read`` finds ops
     and values, ``pose`` adds costs and bytes, measured here, and ``split`` the splits of its loss
-    (`with_loss_in_parts`). ``pose`` counts all that is in use beside the captured call, or, given its ``in_all``, beside
-    another call: a function of the bytes that the graph reads.
+    (`with_loss_in_parts`). ``pose`` counts all that is in use beside the captured call, or beside another one, given
+    the ``in_all`` of that: a function of the bytes that the graph reads.
     """
 
     module: fx.GraphModule

@@ -104,23 +104,23 @@ class Options:
     host_bytes: int = field(init=False, repr=False)  # of the second memory; 0 if there is none, or nobody says
 
     @classmethod
-    def of(cls, way_in: Callable[..., Any], known: Iterable[str], given: Mapping[str, Any], budget: Bytes) -> Options:
+    def of(cls, way_in: Callable[..., Any], names: Iterable[str], chosen: Mapping[str, Any], budget: Bytes) -> Options:
         """Make options from the keywords of a public function; a TypeError names an unknown one."""
-        for name in given:
-            if name not in known:
+        for name in chosen:
+            if name not in names:
                 kinds = signature(way_in).parameters.values()
                 own = [p.name for p in kinds if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-                all_known = [*own, *(f.name for f in fields(cls) if f.name in known)]
+                all_known = [*own, *(f.name for f in fields(cls) if f.name in names)]
                 raise TypeError(no_option(f"checkmate.{way_in.__name__}", name, all_known))
-        return cls(budget, **given)
+        return cls(budget, **chosen)
 
     @classmethod
-    def among(cls, names: Iterable[str], given: dict[str, Any], **own: Any) -> Options:
+    def among(cls, names: Iterable[str], keywords: dict[str, Any], **own: Any) -> Options:
         """Take options out of the keywords of a call; a TypeError for one that only earlier versions had."""
         for name, values in GONE.items():
-            if isinstance(value := given.get(name), str) and value in values:  # else it is an argument of the step
+            if isinstance(value := keywords.get(name), str) and value in values:  # else it is an argument of the step
                 raise TypeError(no_option("checkmate", name, ()))
-        return cls(**own, **{name: given.pop(name) for name in names if name in given})
+        return cls(**own, **{name: keywords.pop(name) for name in names if name in keywords})
 
     def __post_init__(self) -> None:
         if isinstance(self.max_plans, bool) or not isinstance(self.max_plans, int) or self.max_plans < 1:
@@ -178,12 +178,12 @@ INSTEAD = {
 }
 
 
-def no_option(way_in: str, name: object, known: Sequence[str]) -> str:
+def no_option(way_in: str, name: object, names: Sequence[str]) -> str:
     """The message for an unknown option, with what to write instead."""
     if name in GONE:
         return f"{way_in} has no option {name!r} any more. {INSTEAD[str(name)]}."
-    near = get_close_matches(str(name), known, 1)
-    meant = f"Did you mean {near[0]!r}?" if near else f"Its options are {', '.join(known)}."
+    near = get_close_matches(str(name), names, 1)
+    meant = f"Did you mean {near[0]!r}?" if near else f"Its options are {', '.join(names)}."
     return f"{way_in} has no option {name!r}. {meant}"
 
 

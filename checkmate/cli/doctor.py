@@ -43,10 +43,10 @@ def examine() -> tuple[dict[str, Any], list[str]]:
             wrong.append(f"{name} is not installed: pip install {name}")
     # Another project is distributed as ``checkmate``, and installs a module of this name over ours or under it.
     wrong += [
-        f"{other.metadata['Name']} {other.version} is installed in the folder of checkmate-torch, and one has written "
+        f"{dist.metadata['Name']} {dist.version} is installed in the folder of checkmate-torch, and one has written "
         "over the other: pip uninstall checkmate checkmate-torch, then pip install checkmate-torch"
-        for other in importlib.metadata.distributions(name="checkmate")
-        if "checkmate/__init__.py," in (other.read_text("RECORD") or "")
+        for dist in importlib.metadata.distributions(name="checkmate")
+        if "checkmate/__init__.py," in (dist.read_text("RECORD") or "")
     ]
     # PyTorch's build and devices, whether steps can have an arena, and the changes that are left out.
     if facts["torch"]:
