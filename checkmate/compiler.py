@@ -238,13 +238,13 @@ class CompiledStep(Planned, Generic[P, R]):
             log.warning("There is no memory for a plain step: this one is not compared with it.")
 
     def _compare(self, args: Any, kwargs: Any, calls: int = 1) -> Certificate:
-        anew, backend = functools.partial(CaptureCache, self._fn), self._run.backend
+        capture, backend = functools.partial(CaptureCache, self._fn), self._run.backend
         if backend.kernels != "fused":
-            return compare_with_plain(self._fn, self, self._run, args, kwargs, anew, calls)
+            return compare_with_plain(self._fn, self, self._run, args, kwargs, capture, calls)
         # Its bits are those of the fused step that keeps everything.
-        reference = anew(Backend(_keeping_all, profile=backend.profile, kernels="fused", op_by_op=backend.op_by_op))
+        reference = capture(Backend(_keeping_all, profile=backend.profile, kernels="fused", op_by_op=backend.op_by_op))
         against = "the fused step that keeps everything"
-        return compare_with_plain(reference, self, self._run, args, kwargs, anew, calls, against)
+        return compare_with_plain(reference, self, self._run, args, kwargs, capture, calls, against)
 
 
 class _OfItsStep:

@@ -158,8 +158,8 @@ def _counts_requests(kind: str) -> bool:
         return False
     try:
         with outside_tracing():
-            held = torch.empty(1, device=accelerator)
-        return requested(held.device) >= held.nbytes
+            tensor = torch.empty(1, device=accelerator)
+        return requested(tensor.device) >= tensor.nbytes
     except RuntimeError:  # there is none here, or its allocator keeps no statistics, as that of MPS
         return False
 

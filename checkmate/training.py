@@ -155,13 +155,13 @@ def _placed(
 ) -> Options:
     """Have a model on the CPU run on a device, or say why it cannot; give the options that hold then."""
     device = checked_device(device)
-    refused = [
+    conflicts = [
         ("ranks that train together", has_shards or updates.exchange or wrapped_in(modules_within(loss_fn))),
         ("ema=", updates.average),
         ("overlap=True", settings.overlap),
         ("verify=True, for which a plain step would have to fit there,", settings.verify),
     ]
-    for option, value in refused:
+    for option, value in conflicts:
         if value:
             raise Unsupported(f"device={str(device)!r} is not planned with {option}: leave out one of them.")
     updates.place = Placement(device, functools.partial(modules_within, loss_fn), updates.optimizers, updates.sums)
@@ -329,13 +329,13 @@ class TrainingStep(Planned):
             )
         # Backward: it updates parameters as their gradients are complete.
         refuse_hooks(updates.optimizers)  # loss_fn may have registered some
-        scaled = loss if updates.scaling is None else updates.scaling.scaler.scale(loss)
+        scaled_loss = loss if updates.scaling is None else updates.scaling.scaler.scale(loss)
         if updates.sums is not None:
             updates.sums.make_rooms()
         if last:
             updates.begin()
         try:
-            scaled.backward()
+            scaled_loss.backward()
             if last:
                 updates.finish()
         except BaseException:

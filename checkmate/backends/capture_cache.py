@@ -195,18 +195,18 @@ class CaptureCache:
 
         ``failure``: the guard of a capture that is not for this call, if one failed.
         """
-        before, self.before = self.before, None
-        if before is not None:
+        callback, self.before = self.before, None
+        if callback is not None:
             try:
-                before(args, kwargs)
+                callback(args, kwargs)
                 return self(*args, **kwargs)
             finally:
-                self.before = before
+                self.before = callback
         # Find a capture that only values keep from serving the call. If these are numbers, make them inputs.
         arguments = {"args": args, "kwargs": kwargs, "fn": self._fn}
         fixed = [entry for entry in self._of_kind(kind) if not isinstance(entry.step.training, SizedPlans)]
-        near = ((entry, why) for entry in fixed if (why := why_not(entry.own, arguments)))
-        entry, reasons = next(near, (None, list[Reason]()))
+        candidates = ((entry, why) for entry in fixed if (why := why_not(entry.own, arguments)))
+        entry, reasons = next(candidates, (None, list[Reason]()))
         if entry is not None and (sources := self._numbers(entry, reasons)) is not None:
             check = partial(_check, entry.step, _values_then(entry, sources, arguments))
             try:
@@ -297,9 +297,9 @@ class CaptureCache:
         if not numbers and not call.earlier:  # else it takes the place of another one
             # Forget the least recently used until there is room; refuse if half of them are for values of one source.
             while len(entries := sorted(self._kept, key=lambda entry: entry.used)) >= self._most:
-                same = [r for entry in entries if because and (r := entry.because) and r.source == because.source]
-                if because and len(same) >= self._most // 2:
-                    raise Unsupported(too_many(self._fn, self._name, [*same, because], self._most))
+                reasons = [r for entry in entries if because and (r := entry.because) and r.source == because.source]
+                if because and len(reasons) >= self._most // 2:
+                    raise Unsupported(too_many(self._fn, self._name, [*reasons, because], self._most))
                 self._forget(entries[0])
         # Capture it in a code object of its own, and run it.
         own, state = _copy_of(self._fn), other_random_states()
@@ -348,7 +348,6 @@ class CaptureCache:
             raise
         if result is MISS:  # torch.compile is turned off
             return self._fn(*args, **kwargs)
-        # Keep what was captured.
         entry.draws = entry.draws or _have_drawn(state)
         self._fixed.update(numbers & constants(own).keys())
         entry.used = next(self._calls)

@@ -119,7 +119,7 @@ class CapturedStep:
 
 @dataclass(frozen=True, eq=False)
 class Backend:
-    """How the graphs of a step are planned and compiled; a graph without gradients runs plainly."""
+    """The way to plan and compile the graphs of a step; a graph without gradients runs plainly."""
 
     planner: Planner | Callable[[Problem], Solution]  # the latter knows of no budget
     lower: Lower = run_generated_code  # makes of a module and its inputs the function that runs
@@ -187,12 +187,10 @@ class _Compilation:
     """
 
     def __init__(self, backend: Backend, module: fx.GraphModule, inputs: list[Any], call: Call) -> None:
-        # Check Dynamo's graph.
         put_regions_in_place(module)
         self.guards, names = take_guards(module), input_names(module)
         for check in CHECKS:
             check(module, inputs, names, backend.measures)
-        # Read what it is given.
         self.backend, self.call, self.module, self.inputs = backend, call, module, inputs
         self.numbers, self.draws = numbers_and_draws(module, call.numbers)
         self.known = [*inputs, *module.parameters(), *module.buffers()]  # tensors that it is given, or holds
@@ -310,22 +308,22 @@ class _Compilation:
 
         is_fused = backend.kernels != "eager" and (fakes or can_compile(device))
         same_bits, op_by_op = backend.kernels == "same-bits", backend.op_by_op
-        decided: dict[str, Any] = {}  # groups, at whatever sizes
+        groups: dict[str, Any] = {}  # at whatever sizes
 
         def compile_ahead(kernels: Iterable[Kernel], *, variants: bool = False) -> None:
             if device.type == "cpu" and not fakes:
                 begin(task for kernel in kernels for task in kernel.tasks(variants=variants))
 
         def fused(module: fx.GraphModule, sizes: Sizes = ()) -> fx.GraphModule:
-            tried = partial(runs_well, same_bits=same_bits, sizes=sizes, anew=poses)
+            trial = partial(runs_well, same_bits=same_bits, sizes=sizes, anew=poses)
             module = fx.GraphModule(module, deepcopy(module.graph))
             fuse(
-                *(module, traced, (lambda node: True) if fakes else tried),
+                *(module, traced, (lambda node: True) if fakes else trial),
                 ahead=(lambda kernels: None) if sizes else compile_ahead,
                 reductions=not same_bits,
                 alone={storage(tensor) for tensor, _ in noted},
                 op_by_op=op_by_op,
-                decided=decided if sizes else None,
+                decided=groups if sizes else None,
             )
             if not sizes:  # of open sizes a variant is compiled once it is tried
                 compile_ahead((n.target for n in module.graph.nodes if isinstance(n.target, Kernel)), variants=True)
@@ -333,7 +331,6 @@ class _Compilation:
 
         updates = None if backend.updates is None else backend.updates.updates
 
-        # The ops and values of the graph.
         names, numbers, draws, noted, poses = self.names, self.numbers, self.draws, self.noted, self.call.poses
         parameters = [i for i, tensor in enumerate(self.known) if isinstance(tensor, torch.nn.Parameter)]
 
@@ -527,8 +524,8 @@ class _Compilation:
             "it exchanges with other ranks, which have to run the same plan": any(map(is_collective, graph.nodes)),
         }
         if self.call.poses:
-            taken = sum(map(_is_primal, graph.find_nodes(op="placeholder")))
-            reasons["its inputs are not those of the call"] = self.shards.layouts or taken != len(self.inputs)
+            count = sum(map(_is_primal, graph.find_nodes(op="placeholder")))
+            reasons["its inputs are not those of the call"] = self.shards.layouts or count != len(self.inputs)
         else:
             reasons |= {
                 "a second memory is planned for fixed sizes": second_memory is not None,
@@ -558,6 +555,6 @@ class _Compilation:
         memory = available(device, held, in_arena=self.arena is not None, sharing=ranks.sharing_machine())
         exchange = None if updates is None else updates.exchange
         least = partial(ranks.least, graph=graph, exchange=exchange, device=device)
-        trained = (t for t in self.known if isinstance(t, torch.Tensor) and t.is_leaf and t.requires_grad)
-        planner.find_budget(memory, least, 2 * bytes_of(*trained) if updates is None else 0)
+        leaves = (t for t in self.known if isinstance(t, torch.Tensor) and t.is_leaf and t.requires_grad)
+        planner.find_budget(memory, least, 2 * bytes_of(*leaves) if updates is None else 0)
         return planner.budget

@@ -264,8 +264,8 @@ def explained(error: Exception, fn: Callable[..., Any]) -> Exception:
             return users
         message = f"{type(users).__name__}: {users} is raised here.{place}"
         return Unsupported(f"Cannot capture {name}: {message}\n{_advice(message, _ONE_GRAPH)}")
-    if refused := _WRONG_TYPE.search(str(error)):
-        message = re.sub(r"\bimmutable_(list|dict)\b", r"\1", refused.group(1))  # as fx calls them
+    if match := _WRONG_TYPE.search(str(error)):
+        message = re.sub(r"\bimmutable_(list|dict)\b", r"\1", match.group(1))  # as fx calls them
         return TypeError(f"{message}{place}")
     # Dynamo or AOTAutograd refuses. This version of PyTorch may be the reason.
     hint = "" if is_tried() else f"\ncheckmate has not been tried on PyTorch {torch.__version__}."
@@ -295,8 +295,8 @@ def of_op(error: Exception) -> str:
 
 def _as_eager(error: Exception) -> str:
     """The message of plain PyTorch for an op that fails on the shapes or types of its arguments."""
-    raised = re.search(r"got \w+\((['\"])(?P<said>.+?)\1\)", str(error), re.DOTALL)
-    message = raised["said"] if raised else _explanation(error)
+    match = re.search(r"got \w+\((['\"])(?P<said>.+?)\1\)", str(error), re.DOTALL)
+    message = match["said"] if match else _explanation(error)
     message = f"{message} {_NO_DATA}" if re.search(r"\bmeta\b", message) else message or str(error)
     for pattern, op in _SHAPES.items():  # reworded by tracing
         if match := re.search(pattern, message):

@@ -73,7 +73,7 @@ class Earlier:
 
 @dataclass(frozen=True, eq=False)
 class Reading:
-    """How a joint graph with open sizes is read at given sizes.
+    """The way to read a joint graph with open sizes at given ones.
 
     ``rewrite`` makes the graph's ops those that run, ``fuse`` groups of these one op each, if given; ``read`` finds ops
     and values, ``pose`` adds costs and bytes, measured here, and ``split`` the splits of its loss

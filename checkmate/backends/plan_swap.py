@@ -125,8 +125,8 @@ class SwappablePlan(Around):
             return Planning(plan.cost, plan.bound, plan.seconds, goes_on=False, swaps=0)
         news = search.news
         cost, bound = min(news.cost, plan.cost), max(news.bound, plan.bound)
-        spent = self._began + news.seconds
-        return Planning(cost, min(bound, cost), spent, search.goes_on, self.swaps, search.failure)
+        seconds = self._began + news.seconds
+        return Planning(cost, min(bound, cost), seconds, search.goes_on, self.swaps, search.failure)
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait up to ``timeout`` seconds for planning to end; tell whether it has ended."""

@@ -182,8 +182,8 @@ def no_option(way_in: str, name: object, names: Sequence[str]) -> str:
     """The message for an unknown option, with what to write instead."""
     if name in GONE:
         return f"{way_in} has no option {name!r} any more. {INSTEAD[str(name)]}."
-    near = get_close_matches(str(name), names, 1)
-    meant = f"Did you mean {near[0]!r}?" if near else f"Its options are {', '.join(names)}."
+    matches = get_close_matches(str(name), names, 1)
+    meant = f"Did you mean {matches[0]!r}?" if matches else f"Its options are {', '.join(names)}."
     return f"{way_in} has no option {name!r}. {meant}"
 
 
@@ -244,11 +244,11 @@ class Planner:
         """
         # Apply the rules, except rules that named an op of an earlier graph and name none here.
         if rules := self.options.rules:
-            named = {pattern for pattern in rules if names_any(pattern, problem.graph)}
-            if absent := [pattern for pattern in rules if pattern in self._named - named]:
+            patterns = {pattern for pattern in rules if names_any(pattern, problem.graph)}
+            if absent := [pattern for pattern in rules if pattern in self._named - patterns]:
                 log.info("in this graph rules name nothing: %s", ", ".join(map(repr, absent)))
             problem = with_rules(problem, {pattern: asks for pattern, asks in rules.items() if pattern not in absent})
-            self._named |= named
+            self._named |= patterns
             solve.refuse_unknown_rules(problem, self.options.method)
         solve.check_homes(problem, self.options.method)
         # Refuse a reserve that leaves nothing.

@@ -112,8 +112,8 @@ def one_plan(solver: Solver, kind: str = "plan") -> Solver:
         # Follow its plan, if that fits here.
         if "failure" in document:
             raise SolverError(f"Rank {planner} was to plan this step for all, and failed. {document['failure']}")
-        if (followed := _follow(document, query, planner)) is not None:
-            return followed
+        if (solution := _follow(document, query, planner)) is not None:
+            return solution
         log.warning("The plan of rank %s does not fit rank %s, which plans for itself.", planner, rank)
         return solver(query)
 

@@ -131,10 +131,10 @@ def spelled(source: str, fn: Callable[..., Any]) -> str:
         place = int(positional.group(1))
         name = names[place] if place < len(names) else f"argument {place + 1}"
         source = name + source[positional.end() :]
-    if held := re.match(r"L\['fn'\]\.__closure__\[(\d+)\]\.cell_contents", source):
+    if match := re.match(r"L\['fn'\]\.__closure__\[(\d+)\]\.cell_contents", source):
         names = [*getattr(getattr(fn, "__code__", None), "co_freevars", ())]
-        place = int(held.group(1))
-        source = (names[place] if place < len(names) else "a closure") + source[held.end() :]
+        place = int(match.group(1))
+        source = (names[place] if place < len(names) else "a closure") + source[match.end() :]
     source = re.sub(r"^L\['fn'\](\.__self__)?", "self", source)
     for pattern, spelling in _SPELLINGS:
         source = pattern.sub(spelling, source)

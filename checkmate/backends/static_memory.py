@@ -41,7 +41,7 @@ Lower = Callable[[fx.GraphModule, list[Any]], Callable[..., Any]]
 def arenas(memory: Memory | None, *, cache: bool) -> Callable[[], Arena | None]:
     """A factory of arenas, one per captured step. Their library is built meanwhile; with ``cache`` it is kept.
 
-    Where a user did not ask for a memory, nobody is warned that there can be none.
+    A warning says that there can be none only if the user asked for one.
     """
     if memory == "allocator":
         return lambda: None

@@ -76,8 +76,8 @@ def kernels_of(joint: Joint) -> dict[int, str]:
 def kernels_above(problem: Problem, budget: int) -> list[str]:
     """Keys of the kernels by which a step takes more than a budget at the smallest peak that is known.
 
-    These are the kernels that run then, the one that takes the most first; or else the one by which most bytes are held
-    then, that it has made or is to read. Empty if the step fits.
+    These are the kernels that run at that peak, the one that takes the most first; if none does, the one that has made,
+    or is to read, the most bytes that are held then. Empty if the step fits.
     """
     *_, problem = problem.splits_in_turn()
     above, kernels = ops_above(problem, budget, time_limit=SECONDS_OF_FLOOR), kernels_of(joint_of(problem))
@@ -149,8 +149,8 @@ def with_homes(problem: Problem, updates: Updates) -> Problem:
     codegen, host = problem.codegen, problem.host
     if not isinstance(codegen, Codegen) or host is None or not codegen.homes:
         return problem
-    for option, wanted in (("ema=", updates.average), ("ranks that train together", updates.exchange)):
-        if wanted is not None:
+    for option, setting in (("ema=", updates.average), ("ranks that train together", updates.exchange)):
+        if setting is not None:
             raise Unsupported(f"Parameters that are in a file are not planned with {option}: keep them in memory.")
     for update in updates.of_parameters().values():
         if home_of(update.parameter) is not None and sum(update.states.values()) >= LEAST and update.inseparable:

@@ -53,13 +53,13 @@ def _reached(things: Any, depth: int = 3, through: tuple[type, ...] = (object,))
             continue
         elif isinstance(leaf, FunctionType):
             # Objects in its closure, globals that it reads, and defaults.
-            held: list[Any] = []
+            objects: list[Any] = []
             for cell in leaf.__closure__ or ():
                 with suppress(ValueError):  # of a name that has no value yet, or no longer
-                    held.append(cell.cell_contents)
-            held += [leaf.__globals__[name] for name in leaf.__code__.co_names if name in leaf.__globals__]
-            held += [*(leaf.__defaults__ or ()), *(leaf.__kwdefaults__ or {}).values()]
-            yield from _reached([x for x in held if isinstance(x, through)], depth - 1, through)
+                    objects.append(cell.cell_contents)
+            objects += [leaf.__globals__[name] for name in leaf.__code__.co_names if name in leaf.__globals__]
+            objects += [*(leaf.__defaults__ or ()), *(leaf.__kwdefaults__ or {}).values()]
+            yield from _reached([x for x in objects if isinstance(x, through)], depth - 1, through)
         elif isinstance(leaf, partial):
             yield from _reached((leaf.func, leaf.args, leaf.keywords), depth - 1, through)
         elif hasattr(leaf, "__self__"):
@@ -70,10 +70,10 @@ def _reached(things: Any, depth: int = 3, through: tuple[type, ...] = (object,))
 
 def names_of(state: list[torch.Tensor], things: Any) -> dict[int, str]:
     """Name each tensor, by id, as its module does; numbered if two modules have the same name."""
-    own = {id(t): name for name, t in reversed([*_named_within(things)])}
-    times = Counter(own.values())
+    names = {id(t): name for name, t in reversed([*_named_within(things)])}
+    times = Counter(names.values())
     return {
-        id(t): (name if times[name] == 1 else f"{name} (tensor {i})") if (name := own[id(t)]) else f"tensor {i}"
+        id(t): (name if times[name] == 1 else f"{name} (tensor {i})") if (name := names[id(t)]) else f"tensor {i}"
         for i, t in enumerate(state)
     }
 

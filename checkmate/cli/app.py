@@ -65,7 +65,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             code: int = args.run(args)
         sys.stdout.flush()
         return code
-    # Errors become one message and an exit code.
     except KeyboardInterrupt:
         return _say("interrupted", INTERRUPTED)
     except BrokenPipeError:  # whoever reads has enough; what is left must not fail at exit
@@ -74,10 +73,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (UsageError, BudgetError, ValueError, OSError, CheckmateError) as error:
         if args.debug:
             raise
-        refused = isinstance(error, CheckmateError) and not isinstance(error, (BudgetError, RuleError))
+        is_refusal = isinstance(error, CheckmateError) and not isinstance(error, (BudgetError, RuleError))
         if args.json:
             _out_json({"error": str(error), "min_budget": getattr(error, "min_budget", None)})
-        return _say(str(error), REFUSED if refused else USAGE)
+        return _say(str(error), REFUSED if is_refusal else USAGE)
 
 
 def _say(message: str, code: int) -> int:
@@ -294,14 +293,14 @@ def _methods(args: argparse.Namespace) -> int:
 def _doctor(args: argparse.Namespace) -> int:
     from checkmate.cli.doctor import examine
 
-    examined, wrong = examine()
-    width = max(map(len, examined)) + 2
-    listed = ((name, fact if isinstance(fact, (list, tuple)) else [fact]) for name, fact in examined.items())
-    lines = [f"{name:<{width}}{', '.join(str(f) for f in facts if f is not None) or 'none'}" for name, facts in listed]
-    _show(args, {"ok": not wrong, "wrong": wrong, **examined}, "\n".join(lines))
-    for obstacle in wrong:
+    facts, obstacles = examine()
+    width = max(map(len, facts)) + 2
+    rows = ((name, fact if isinstance(fact, (list, tuple)) else [fact]) for name, fact in facts.items())
+    lines = [f"{name:<{width}}{', '.join(str(f) for f in values if f is not None) or 'none'}" for name, values in rows]
+    _show(args, {"ok": not obstacles, "wrong": obstacles, **facts}, "\n".join(lines))
+    for obstacle in obstacles:
         _say(obstacle, REFUSED)
-    return REFUSED if wrong else DONE
+    return REFUSED if obstacles else DONE
 
 
 def _selftest(args: argparse.Namespace) -> int:
@@ -309,7 +308,6 @@ def _selftest(args: argparse.Namespace) -> int:
 
     from checkmate.selftest.checks import CHECKS, Finding, Setting, run_all
 
-    # Refuse unknown checks and devices.
     if unknown := [name for name in args.only or () if name not in CHECKS]:
         raise UsageError(f"there is no check {unknown[0]!r}; the checks are {', '.join(CHECKS)}")
     if args.device.partition(":")[0] not in ("cpu", "cuda"):

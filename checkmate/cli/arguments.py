@@ -71,13 +71,13 @@ def maker(target: str, *, on_meta: bool, debug: bool) -> Callable[..., tuple[Any
         raise UsageError(f"{target} is a module. {lines}")
 
     def make(*size: int) -> tuple[Any, Any]:
-        called = f"{target} called with ({', '.join(map(str, size))})"
+        call = f"{target} called with ({', '.join(map(str, size))})"
         # Refuse a function that does not take the size.
         try:
             inspect.signature(function).bind(*size)
         except TypeError as error:
             hint = "" if size else " (--size N gives it N)"
-            raise UsageError(f"{called} fails: {error}{hint}. {lines}") from None
+            raise UsageError(f"{call} fails: {error}{hint}. {lines}") from None
         try:
             with torch.device("meta") if on_meta else nullcontext():
                 pair = function(*size)
@@ -93,7 +93,7 @@ def maker(target: str, *, on_meta: bool, debug: bool) -> Callable[..., tuple[Any
             if on_meta and re.search(r"\bmeta\b|NVIDIA|CUDA", str(error)):
                 advice = f"\n{_NO_DATA} {lines}"
             message = f"{type(error).__name__}: {error}. See --debug.{place}{advice}"
-            raise CheckmateError(f"{called} failed: {message}") from error
+            raise CheckmateError(f"{call} failed: {message}") from error
         # Refuse results other than (step, batch).
         if not isinstance(pair, tuple) or len(pair) != 2 or not callable(pair[0]):
             kinds = ", ".join(type(part).__name__ for part in pair) if isinstance(pair, tuple) else type(pair).__name__
@@ -108,7 +108,6 @@ def _module_of(where: str) -> Any:
     for folder in (Path.cwd(), path.parent) if where.endswith(".py") else (Path.cwd(),):
         if str(folder) not in sys.path:
             sys.path.insert(0, str(folder))
-    # By name, or from a file.
     try:
         if not where.endswith(".py"):
             return importlib.import_module(where)

@@ -102,7 +102,7 @@ def arrivals(node: Any) -> tuple[dict[Edge, list[float]], dict[Any, None]] | Non
 
 
 def reachable(roots: Iterable[Any]) -> dict[Any, None]:
-    """These nodes of autograd's graph, and all nodes that a backward from them can reach."""
+    """Nodes of autograd's graph: these, and all that a backward from them can reach."""
     stack = list(roots)
     seen: dict[Any, None] = {}
     while stack:

@@ -63,7 +63,7 @@ UNKNOWN = Shared(-1, -1, 2, "An input")  # some input or other
 
 
 class Arrival(NamedTuple):
-    """How a gradient came to an input of a traced step."""
+    """The way of a gradient to an input of a traced step."""
 
     contributions: int
     place: int | None  # in the order in which gradients were complete; None: there is no gradient
@@ -335,8 +335,8 @@ def handing_over(module: fx.GraphModule, gradients: Sequence[int]) -> fx.GraphMo
         assert terms is not None
         results[i] = terms[0]
         further_terms += terms[1:]
-    handed = tuple(copies[n] if isinstance(n, fx.Node) else n for n in (*results, *further_terms))
-    graph.output(handed).meta = output.meta
+    outputs = tuple(copies[n] if isinstance(n, fx.Node) else n for n in (*results, *further_terms))
+    graph.output(outputs).meta = output.meta
     return without_dead_code(module, graph)
 
 
@@ -375,10 +375,10 @@ class FanOut(Around):
 
 def _refuse_together(together: Sequence[Shared], edges: Sequence[Any], node: Any, grads: Any) -> None:
     unknown = node.next_functions if UNKNOWN in together else ()
-    named = [s for s in together if s is not UNKNOWN] + [UNKNOWN] * len(unknown)
+    inputs = [s for s in together if s is not UNKNOWN] + [UNKNOWN] * len(unknown)
     contributions = arrivals(node)
     before = [contributions is None or is_before(contributions[0], edge, node) for edge in (*edges, *unknown)]
-    if shared := next((s for s, yes in zip(named, before, strict=True) if yes), None):
+    if shared := next((s for s, yes in zip(inputs, before, strict=True) if yes), None):
         raise Unsupported(
             f"{shared.name} is used more than once within the compiled step, and once more after it, in this "
             "backward. Plain PyTorch adds all these contributions to its gradient one after the other; here those "

@@ -122,10 +122,10 @@ def _draw_once(forward: fx.GraphModule) -> None:
     """
     states = forward.graph.find_nodes(op="call_function", target=randomness.save_state)
     for state in states:
-        x, drawn = state.args[0], state.next
-        if list(state.users) == [drawn] and any(user > drawn for user in x.users):
+        x, draw = state.args[0], state.next
+        if list(state.users) == [draw] and any(user > draw for user in x.users):
             state.target = randomness.hold_place
-            drawn.target, drawn.args = randomness.draw_once, (state, x, drawn.args[2])
+            draw.target, draw.args = randomness.draw_once, (state, x, draw.args[2])
     if states:
         forward.recompile()
 
@@ -209,10 +209,10 @@ class _Writer:
         with modes[0] if modes else nullcontext():
             call.meta["val"] = torch.empty(1, dtype=torch.int64, device="cpu")
         self.call = self.env[call] = call
-        held: Any = {v: self.joint.held[v] for v in sorted(self.homes) if v in self.joint.held}
-        if held:
-            self.graph.call_function(transfers.adopt_held, (call, held)).meta["val"] = call.meta["val"]
-        for v in sorted(self.homes - held.keys()):
+        states: Any = {v: self.joint.held[v] for v in sorted(self.homes) if v in self.joint.held}
+        if states:
+            self.graph.call_function(transfers.adopt_held, (call, states)).meta["val"] = call.meta["val"]
+        for v in sorted(self.homes - states.keys()):
             inputs = [self.env.pop(node) for node in self.joint.nodes_of_value[v]]
             self._call(transfers.adopt, v, self.joint.graph.values[v].name, *inputs)
         return call

@@ -202,8 +202,8 @@ class SecondMemory:
     def use(self) -> HostUse:
         """The use of this memory in the last call."""
         with self._books:
-            taken = sum(store.capacity for store in (*self._free, *self._used))
-            return HostUse(self.where, *self._last, taken, self._calls, len(self._used), self._at_home)
+            capacity = sum(store.capacity for store in (*self._free, *self._used))
+            return HostUse(self.where, *self._last, capacity, self._calls, len(self._used), self._at_home)
 
     def host(self, graph: Graph, home_bytes: int = 0) -> Host:
         """Describe it for a planner, or raise a `HostError`; its links are measured once.
@@ -263,8 +263,8 @@ class SecondMemory:
             broken, failed = True, error
         for v in call.held:
             call.leave(v)
-        for held in (call.held, call.kept, call.landing, call.bytes, call.layouts, call.overwritten):
-            held.clear()
+        for table in (call.held, call.kept, call.landing, call.bytes, call.layouts, call.overwritten):
+            table.clear()
         if broken:
             call.store.close()
         with self._books:

@@ -52,17 +52,17 @@ def keep_undefined(own: set[type], results: Sequence[Any], functions: Sequence[A
 
 def _need_nothing_for_nothing(compiled: Any) -> None:
     """Return Nones from a compiled backward if all incoming gradients are None, without touching saved tensors."""
-    # Autograd comes to a step so that has overwritten an input of the next one, of which nothing needs the gradient.
+    # So autograd comes to a step that has overwritten an input of the next one, of which nothing needs the gradient.
     # Where something does, the step's backward would run once more: plain PyTorch goes through those of its ops that
     # saved nothing.
-    backward, written = compiled.backward, compiled.metadata.num_mutated_inp_runtime_indices
-    told: list[torch.Size] = []  # shapes of gradients that were laid out anew
+    backward, count = compiled.backward, compiled.metadata.num_mutated_inp_runtime_indices
+    shapes: list[torch.Size] = []  # of gradients that were laid out anew
 
     def unless_undefined(ctx: Any, *grads: Any) -> Any:
         defined = [i for i, grad in enumerate(tree_leaves(grads)) if grad is not None]  # and no tensor: it is held here
         if not defined:
             return (None,) * len(ctx.needs_input_grad)
-        before, here.told = getattr(here, "told", None), told
+        before, here.told = getattr(here, "told", None), shapes
         try:
             return backward(ctx, *grads)
         except RuntimeError as error:
@@ -75,7 +75,7 @@ def _need_nothing_for_nothing(compiled: Any) -> None:
                     "from a copy, x.clone(). A plan that runs ops of the forward again needs tensors that plain "
                     "PyTorch does not: a larger budget may keep what is made of this one."
                 ) from error
-            if "second time" not in str(error) or max(defined) >= written:
+            if "second time" not in str(error) or max(defined) >= count:
                 raise
             raise Unsupported(_OVERWRITTEN) from error
         finally:
@@ -182,8 +182,8 @@ def without(module: fx.GraphModule, missing: Iterable[str]) -> fx.GraphModule:
     names, graph = set(missing), fx.Graph()
     copies: dict[fx.Node, _Copy] = {}
     for node in module.graph.find_nodes(op="placeholder"):
-        mine = graph.node_copy(node)
-        copies[node] = None if node.name in names else mine, _is_tangent(node)
+        copy = graph.node_copy(node)
+        copies[node] = None if node.name in names else copy, _is_tangent(node)
     _copy_defined(module.graph, graph, copies)
     output: Any = module.graph.output_node()
     results = tuple(copies[n][0] if isinstance(n, fx.Node) else n for n in output.args[0])

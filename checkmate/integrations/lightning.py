@@ -138,8 +138,8 @@ class BatchSizeFinder(lightning.Callback):
             return method(pl_module, batch, 0) if part == "training_step" else method(pl_module, *batch)
 
         # The optimizers come as one, several, with schedulers, or in dicts.
-        configured = tree_leaves(pl_module.configure_optimizers())
-        optimizers = [leaf for leaf in configured if isinstance(leaf, torch.optim.Optimizer)]
+        leaves = tree_leaves(pl_module.configure_optimizers())
+        optimizers = [leaf for leaf in leaves if isinstance(leaf, torch.optim.Optimizer)]
         accumulates = trainer.accumulate_grad_batches > 1 or not pl_module.automatic_optimization
         loop = Loop(optimizers, accumulates, ahead=2, beside=self._beside)
         with trainer.precision_plugin.train_step_context(), _recorded(pl_module, []):

@@ -85,7 +85,6 @@ class Loop:
     def kept(self, part: nn.Module, args: Any, kwargs: Any) -> Kept:
         """The bytes that the loop keeps beside a step of a module on a batch."""
         module = part if self.around is None else self.around
-        # The updates, and so the gradients.
         updates = [
             Update(optimizer, i, p)
             for optimizer in map(plain_optimizer, self.optimizers)
@@ -93,8 +92,8 @@ class Loop:
             for p in group["params"]
             if p.requires_grad
         ]
-        trained = {id(p): p for p in (*module.parameters(), *(u.parameter for u in updates)) if p.requires_grad}
-        gradients = sum(p.nbytes for p in trained.values())
+        parameters = {id(p): p for p in (*module.parameters(), *(u.parameter for u in updates)) if p.requires_grad}
+        gradients = sum(p.nbytes for p in parameters.values())
         ranks = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
         buckets = gradients + sum(b.nbytes for b in module.buffers()) if ranks else 0
         # Tensors of the loop that the planned step does not reach.
@@ -166,19 +165,19 @@ class PlannedCall(Planned):
         beside, total = options.set_aside + kept.total, options.total
         budget = format_bytes(total) if total else options.budget
         log.info("of the budget of %s training keeps %s beside each step", budget, kept)
-        trained = sum(p.nbytes for p in (self.loop.around or module).parameters() if p.requires_grad)
-        held = sum(t.nbytes for t in _tensors(module)) + trained
-        held += kept.states + kept.batches + kept.beside + kept.update
+        gradient_bytes = sum(p.nbytes for p in (self.loop.around or module).parameters() if p.requires_grad)
+        update_bytes = sum(t.nbytes for t in _tensors(module)) + gradient_bytes
+        update_bytes += kept.states + kept.batches + kept.beside + kept.update
         # Refuse a budget below these; name one that works.
-        if 0 < total < held:
+        if 0 < total < update_bytes:
             try:
                 Planner(replace(options, reserve=beside)).plan(traced(self._fn, arguments, kwargs, options))
-                least = held
+                least = update_bytes
             except InfeasibleBudget as error:  # nor does the step before the update fit
-                least = max(held, error.min_budget)
+                least = max(update_bytes, error.min_budget)
             why = (
-                f"An update of this {type(module).__name__} needs {format_bytes(held)}, whatever is run again: "
-                f"its parameters, their gradients of {format_bytes(trained)}, {kept}, and "
+                f"An update of this {type(module).__name__} needs {format_bytes(update_bytes)}, whatever is run again: "
+                f"its parameters, their gradients of {format_bytes(gradient_bytes)}, {kept}, and "
                 f"{format_bytes(kept.update)} that the optimizer makes on its way. The budget is "
                 f"{format_bytes(total)}."
             )

@@ -100,7 +100,7 @@ class Finding:
 
     @property
     def verdict(self) -> str:
-        """Whether the check "passed", "failed" or was "skipped"."""
+        """The verdict in a word: "passed", "failed" or "skipped"."""
         return VERDICTS[self.passed]
 
     def __str__(self) -> str:
@@ -156,8 +156,8 @@ def _run(context: Any, setting: Setting, limit: float, item: tuple[str, Check]) 
             finding = Finding(False, f"it had not ended after {limit:g} s", f"Try --time-limit {2 * limit:g}. {REPORT}")
         else:
             finding = Finding(False, f"its process died (exit code {code})")
-        printed = folder / "printed"
-        output = printed.read_text(errors="replace")[-LAST:] if printed.exists() else ""
+        file = folder / "printed"
+        output = file.read_text(errors="replace")[-LAST:] if file.exists() else ""
     facts = {**finding.facts, **({"printed": output} if output and finding.passed is False else {})}
     summary = (inspect.getdoc(getattr(check, "func", check)) or "").partition("\n")[0]
     return replace(finding, name=name, checked=summary, facts=facts, seconds=time.monotonic() - began)
@@ -165,9 +165,9 @@ def _run(context: Any, setting: Setting, limit: float, item: tuple[str, Check]) 
 
 def _child(check: Check, setting: Setting, folder: Path) -> None:
     """Run a check with its output in a file; costs of ops are measured anew and not kept."""
-    printed = os.open(folder / "printed", os.O_WRONLY | os.O_CREAT)
-    os.dup2(printed, 1)
-    os.dup2(printed, 2)
+    descriptor = os.open(folder / "printed", os.O_WRONLY | os.O_CREAT)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
     os.environ["CHECKMATE_CACHE_DIR"] = str(folder / "cache")
     try:
         finding = check(setting)
@@ -209,7 +209,7 @@ def versions(setting: Setting) -> Finding:
     device = setting.device
     facts: dict[str, Any] = {"checkmate": __version__, "python": platform.python_version(), "torch": torch.__version__}
     facts |= {"tried": f"{TRIED[0]} to {TRIED[-1]}", "system": f"{platform.system()} {platform.machine()}"}
-    shown = [f"PyTorch {torch.__version__}" + ("" if is_tried() else ", which has not been tried: steps are compared")]
+    words = [f"PyTorch {torch.__version__}" + ("" if is_tried() else ", which has not been tried: steps are compared")]
     if device.type == "cuda":
         card = torch.cuda.get_device_properties(device)
         driver = None
@@ -220,10 +220,10 @@ def versions(setting: Setting) -> Finding:
         facts |= {"device": card.name, "capability": f"{card.major}.{card.minor}", "bytes": card.total_memory}
         settings = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF")
         facts |= {"allocator": settings or "as PyTorch has it"}
-        shown += [f"{name} {facts[name]}" for name in ("cuda", "cudnn", "driver", "device", "capability", "allocator")]
+        words += [f"{name} {facts[name]}" for name in ("cuda", "cudnn", "driver", "device", "capability", "allocator")]
     facts["threads"] = torch.get_num_threads()
     works = torch.ones(1000, device=device).sum().item() == 1000
-    return Finding(works, ", ".join(shown), "The device does not add: look at its driver.", facts)
+    return Finding(works, ", ".join(words), "The device does not add: look at its driver.", facts)
 
 
 def ops_of(name: str, setting: Setting) -> Finding:
@@ -232,15 +232,13 @@ def ops_of(name: str, setting: Setting) -> Finding:
     Raises:
         RuntimeError: naming the op that has stopped the device.
     """
-    # The distinct ops of the step that run alone.
     _, step, batch = network(name, setting)
     device = setting.device
     problem = trace(step, *batch, profile=f"roofline:{kind_of(device).like}")  # it measures nothing
-    distinct = {key_of(node): node for node in joint_of(problem).nodes if node is not None and runs_alone(node)}
+    nodes_by_key = {key_of(node): node for node in joint_of(problem).nodes if node is not None and runs_alone(node)}
     rows: list[dict[str, Any]] = []
-    # Measure, repeat and overwrite each.
     with torch.no_grad():
-        for key, node in distinct.items():
+        for key, node in nodes_by_key.items():
             with same_random_state(device):
                 cost = dict(measure_ops({0: node})).get(0)
             row: dict[str, Any] = {"op": target_name(node), "key": key, "seconds": None, "bytes": None, "ways": {}}
@@ -249,7 +247,6 @@ def ops_of(name: str, setting: Setting) -> Finding:
                 row |= {"seconds": cost.seconds, "bytes": cost.allocated_bytes, "ways": ways}
             repeats = cost is None or _repeats(node, device)
             rows.append({**row, "repeats": repeats, "may waver": is_unordered(node)})
-    # Failures, and known variation.
     fails = sorted({row["op"] for row in rows if row["seconds"] is None})
     strays = sorted({row["op"] for row in rows if not row["repeats"] and not row["may waver"]})
     waver = sorted({row["op"] for row in rows if not row["repeats"]} - {*strays})
@@ -279,7 +276,7 @@ def _repeats(node: fx.Node, device: torch.device) -> bool:
 
 def dropout(setting: Setting) -> Finding:
     """Draw masks, and redraw them from the kept generator state: same bits, and the generator unchanged."""
-    device, wrong, cases = setting.device, [], [*itertools.product(SHAPES, (0.1, 0.5), HALF_AND_FULL)]
+    device, failures, cases = setting.device, [], [*itertools.product(SHAPES, (0.1, 0.5), HALF_AND_FULL)]
     for shape, p, dtype in cases:
         x = torch.randn(shape, device=device).to(dtype)
         if device.type == "cpu":
@@ -292,11 +289,11 @@ def dropout(setting: Setting) -> Finding:
             first = [*draw(x, p, True, **keywords), random_draws.save_device_state(device)]
             again = [*random_draws.drawn_again(draw)(x, p, True, **keywords), random_draws.save_device_state(device)]
         if not all(map(same_bytes, first, again)):
-            wrong.append(f"{shape} {dtype} at {p}")
+            failures.append(f"{shape} {dtype} at {p}")
         torch.rand(7, device=device)  # moves the generator on
-    message = f"{len(cases) - len(wrong)} of {len(cases)} masks drawn again with the same bits"
+    message = f"{len(cases) - len(failures)} of {len(cases)} masks drawn again with the same bits"
     advice = f"Steps are right all the same: such a dropout runs once, and takes more memory. {REPORT}"
-    return Finding(not wrong, message, advice, {"wrong": wrong})
+    return Finding(not failures, message, advice, {"wrong": failures})
 
 
 def attention(setting: Setting) -> Finding:

@@ -209,8 +209,8 @@ def compare_whole(
     strangers = [o for o in optimizers if known(o) is None]  # which may replace tensors of their states
 
     def state_bytes(optimizers: Sequence[optim.Optimizer]) -> int:
-        held = tree_leaves([[*o.state.values()] for o in optimizers])
-        return sum(local(t).nbytes for t in held if isinstance(t, torch.Tensor))
+        leaves = tree_leaves([[*o.state.values()] for o in optimizers])
+        return sum(local(t).nbytes for t in leaves if isinstance(t, torch.Tensor))
 
     def measured(step: Callable[[], Any]) -> tuple[Any, dict[str, torch.Tensor | None]]:
         for optimizer in strangers:  # a meter sees only that go which it has seen come
@@ -432,8 +432,8 @@ class Reach:
                     state |= {f"{name} {suffix}": t for name, t in tensors.items()}
             defined = {name: t for name, t in gradients.items() if t is not None}
             numpy_state = np.random.get_state()  # noqa: NPY002  # the user's generator
-            drawn = {TORCH: random_states(self.device), PYTHON: random.getstate(), NUMPY: numpy_state}
-            return StepState(_copied(outputs), _copied(defined), _copied(state), drawn, replace(use, result=None))
+            generators = {TORCH: random_states(self.device), PYTHON: random.getstate(), NUMPY: numpy_state}
+            return StepState(_copied(outputs), _copied(defined), _copied(state), generators, replace(use, result=None))
 
     @contextmanager
     def put_back(self) -> Iterator[None]:
