@@ -351,7 +351,7 @@ class _Compilation:
             beside = step_problem.bytes_elsewhere([*inputs, *held], updates) if allocated else 0
             return lambda read: max(read + unread, allocated + beside)
 
-        here = in_all(self.inputs, self.call.reach)
+        total_bytes = in_all(self.inputs, self.call.reach)
         limit = self._find_budget(module.graph, device, fakes=fakes)
         second_memory = None if backend.second_memories is None else backend.second_memories.on(device)
         if second_memory is not None and not second_memory.budget and ranks.train_together():
@@ -362,7 +362,7 @@ class _Compilation:
         away = {i: is_stand_in(t) for i, t in tensors if isinstance(t, torch.Tensor) and home_of(t) is not None}
         homes = partial(step_problem.homes_of, away=away)
 
-        def pose(joint: Joint, in_all: Callable[[int], int] = here) -> Problem:
+        def pose(joint: Joint, in_all: Callable[[int], int] = total_bytes) -> Problem:
             problem = step_problem.problem_of(joint, source, second_memory, homes, tried=is_tried)
             # All bytes in use on the device count: what the graph reads, what else the step holds, and other models.
             read = problem.resident - problem.graph.state_bytes  # states count as made
