@@ -130,8 +130,8 @@ class OpenKernel:
         def copy(arg: Any) -> Any:
             if isinstance(arg, fx.Node):
                 return copies[arg]
-            made = next(terms)(inputs) if type(arg) is int else arg
-            return made.node if isinstance(made, fx.Proxy) else made
+            value = next(terms)(inputs) if type(arg) is int else arg
+            return value.node if isinstance(value, fx.Proxy) else value
 
         with outside_tracing(), FakeTensorMode(shape_env=env):
             for node in alone(self.like.ops, over).graph.nodes:
@@ -169,27 +169,27 @@ def may_run(kernel: Kernel, sizes: Sizes, *, anew: bool) -> bool:
     if is_known(kernel.key):
         return True
     candidates, met = _open.setdefault(kernel.pattern, []), _met.setdefault(kernel.pattern, {})
-    known = next((one for one in candidates if one.is_of(kernel, sizes)), None)
-    if known is None:
+    open_kernel = next((candidate for candidate in candidates if candidate.is_of(kernel, sizes)), None)
+    if open_kernel is None:
         if min(sizes) < 2 or len(candidates) == MOST:
             return False
-        for numbers, (then, is_good) in reversed(met.items()):
-            terms = [term(then, sizes, a, b) for a, b in zip(numbers, kernel.numbers, strict=True)]
-            if len(then) == len(sizes) and None not in terms:
-                known = OpenKernel(kernel, terms, sizes, None if is_good else False)  # type: ignore[arg-type]
-                candidates.append(known)
+        for numbers, (met_sizes, is_good) in reversed(met.items()):
+            terms = [term(met_sizes, sizes, a, b) for a, b in zip(numbers, kernel.numbers, strict=True)]
+            if len(met_sizes) == len(sizes) and None not in terms:
+                open_kernel = OpenKernel(kernel, terms, sizes, None if is_good else False)  # type: ignore[arg-type]
+                candidates.append(open_kernel)
                 break
         else:
-            return anew and all(then == sizes for then, _ in met.values())
-    if known.is_good is False:
+            return anew and all(met_sizes == sizes for met_sizes, _ in met.values())
+    if open_kernel.is_good is False:
         return False
     try:
-        known.at(sizes)
+        open_kernel.at(sizes)
     except RuntimeError:
-        known.is_good = False
+        open_kernel.is_good = False
         raise
-    bind(kernel.key, partial(known.at, sizes))
-    _bound_to[kernel.key] = known
+    bind(kernel.key, partial(open_kernel.at, sizes))
+    _bound_to[kernel.key] = open_kernel
     return True
 
 
@@ -200,11 +200,11 @@ def was_tried(kernel: Kernel) -> bool:
 
 def note(kernel: Kernel, sizes: Sizes, *, is_good: bool) -> None:
     """Note the result of a trial at these sizes."""
-    known = _bound_to.get(kernel.key)
-    if known is None:
+    open_kernel = _bound_to.get(kernel.key)
+    if open_kernel is None:
         _met.setdefault(kernel.pattern, {})[kernel.numbers] = sizes, is_good
-    elif known.is_good is None:
-        known.is_good = is_good
+    elif open_kernel.is_good is None:
+        open_kernel.is_good = is_good
 
 
 def _hold(guards: list[Any], symbols: list[Any], sizes: Sizes) -> bool:
