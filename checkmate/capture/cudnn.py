@@ -77,8 +77,8 @@ def is_for_cudnn(tensors: Sequence[fx.Node | None], training: bool, eps: float) 
 def reserve_bytes(x: Tensor) -> int:
     """Bytes that cuDNN keeps from a training forward for its backward, beyond the usual statistics.
 
-    Where there is no device to ask, a bit for each element: the mask that its kernels of several ops in one keep. An
-    estimate, and no small one: those that PyTorch calls for tensors that are not in channels last may keep nothing.
+    Where there is no device to ask, a bit for each element: the mask that its kernels of several ops in one keep. This
+    estimate is high: the kernels for tensors that are not channels last may keep nothing.
     """
     if not torch.cuda.is_available():
         return -(-x.numel() // 8)

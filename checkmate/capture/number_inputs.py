@@ -3,8 +3,8 @@
 Dynamo makes a number a part of what it captures. Told to, it makes it an input: a symbol of its own kind, which passes
 through arithmetic and into ops as their scalar arguments. The ops that run are those of plain PyTorch, on the same
 numbers. Where a program asks for more of such a number, whether it is zero, or a shape, the answer would be captured.
-So what was captured with numbers as inputs is compared with what was captured before without: with the numbers of then
-put in, both must be the same ops with the same arguments, to the bit.
+So a capture with numbers as inputs is compared with an earlier one without: with the numbers of that call put in, both
+must be the same ops with the same arguments, to the bit.
 """
 
 from __future__ import annotations

@@ -112,8 +112,8 @@ class Update:
         """Make a function that updates another parameter, with its own state, as a late update does this one.
 
         The plan holds for all updates, and late ones take most: RAdam rectifies from its sixth on, ASGD averages from
-        one that is said to it. Of optimizers that are not of `torch.optim` it does once, the second time it is called,
-        what a first update does as well: that may take more beside the state that it makes.
+        the one in its settings. For optimizers that are not of `torch.optim` the second call also makes a first update
+        once more: that may take more beside the state that it makes.
         """
         states: dict[torch.Tensor, Any] = defaultdict(dict)
         settings, firsts = dict(self.settings), 1 if known(self.optimizer) else 2

@@ -63,7 +63,7 @@ class Updates:
 
     @property
     def held_bytes(self) -> int:
-        """Bytes held beside these: all states, from the first step on, sums, and the scaler's."""
+        """Bytes held beside a step: all states, from the first step on, sums, and the scaler's."""
         held = sum(update.state_bytes for update in self.of_parameters().values())
         held += 0 if self.sums is None else self.sums.held_bytes
         held += 0 if self.average is None else self.average.rest_bytes

@@ -36,7 +36,7 @@ def cut(groups: Iterable[list[fx.Node]], most: int, *, behind_large: bool) -> li
 
 
 def limit(ops: Iterable[fx.Node]) -> int:
-    """The bytes that a group may hold at once: a third more than any op, as written over an argument it holds less."""
+    """The bytes that a group may hold at once: a third more than any op, since a group may write over an argument."""
     return max((_held([op]) for op in ops), default=0) * 4 // 3
 
 
@@ -69,7 +69,7 @@ def _partition(ops: Iterable[fx.Node], is_member: Callable[[fx.Node], bool]) -> 
 
 
 def _behind_large(members: list[fx.Node]) -> Iterator[list[fx.Node]]:
-    """Cut a group behind each large result that it goes on to read itself, but where the cut costs as much again."""
+    """Cut a group behind each large result that it reads itself, unless other values across the cut are large, too."""
     faces = read_from(members)
     least = max(map(nbytes, faces), default=0)
     for face in [face for face in faces if nbytes(face) * LARGE >= least][:-1]:

@@ -195,7 +195,7 @@ def _digest(*lines: str) -> str:
 
 
 def _read_again(members: Sequence[fx.Node]) -> int:
-    """Bytes of arguments that a group's reductions over other dimensions than the first one's read again.
+    """Bytes of arguments that a group reads again, for reductions over other dimensions than those of the first.
 
     A norm's backward sums along rows and along columns; one pass over memory cannot do both.
     """

@@ -4,9 +4,8 @@ At each size a step is read as a graph of fixed sizes, and so are its groups. Of
 numbers only: of shapes and strides, and among the arguments of views and constants. A group that is met at one size is
 compiled for it; at a second one, each number that differs is written as a term of the open sizes, such as
 ``4 * n`` or ``n - 1``, and the kernel is compiled with symbols in place of these sizes. At any other one the terms say
-whether it is the kernel of the group there: they have to give its numbers, one and all. So a term that two sizes
-suggest, and that a third one does not bear out, costs another kernel and no bit. What Inductor has assumed of the
-symbols has to hold there too.
+whether it is the kernel of the group there: they have to give all of its numbers. So a term that fits two sizes and not
+a third costs one more kernel, and changes no bit. What Inductor has assumed of the symbols has to hold there too.
 
 A kernel that gives other bits than its ops, or cannot be compiled so, is none: its ops run one by one.
 """

@@ -1,8 +1,8 @@
 """Tell which arguments an op of a captured step may write over, because nothing else can see the change.
 
-That the argument's value is not needed any more is for the plan to see to, run by run. What it cannot see is here: who
-holds a tensor without being an op of the step, and which bytes are not the value's alone. Whoever gives costs asks
-once, and makes ways of the answer (`checkmate.core.inplace`); all others read these.
+The plan sees to it, run by run, that the argument's value is not needed any more. Here is what it cannot see: who holds
+a tensor without being an op of the step, and which bytes are not the value's alone. The answer becomes ways of ops
+(`checkmate.core.inplace`), once, when costs are given; all else reads these.
 """
 
 from __future__ import annotations

@@ -12,8 +12,8 @@ zero. Here the gradient of such an op is traced as one op, which leaves the choi
 runs.
 
 ``torch.linalg.svdvals`` and its like compute vectors if the gradient needs them, by another routine of LAPACK, which
-rounds otherwise. Of what is traced PyTorch takes it that a gradient may be needed (ATen's
-``_may_require_fw_or_bw_grad`` says yes to each subclass of a tensor); here it is asked of the tensor itself.
+rounds otherwise. PyTorch assumes that a traced tensor may need a gradient (ATen's ``_may_require_fw_or_bw_grad`` says
+yes to each subclass of a tensor); here the tensor itself is asked.
 
 Under a mode of the dispatcher the ops that a kernel calls in C++ read a lazy conjugate as if it was none: pinv of a
 complex matrix has other numbers there. AOTAutograd has such a mode around the first call of what it compiles, to look

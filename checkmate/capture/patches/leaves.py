@@ -2,7 +2,7 @@
 
 An `autograd.Function` that is given one tensor in several places has a gradient for each. Dynamo keeps one for each
 tensor; here every place but the first is given a view of it, so that autograd adds the gradients, in plain PyTorch's
-order. So is what Dynamo takes for a tensor that needs no gradient, and has come to need one.
+order. It is given a view, too, of a tensor that Dynamo takes to need no gradient, and that has come to need one.
 
 An intermediate that is given ``requires_grad_()``, or ``requires_grad = True``, is a leaf in plain PyTorch, which
 leaves a gradient with it. Dynamo refuses results that depend on one, since AOTAutograd computes gradients of the inputs
