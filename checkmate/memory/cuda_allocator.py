@@ -230,9 +230,9 @@ class CudaAllocator:
                 below = below.previous
         # Chain its blocks.
         base = segment["address"] if below is None else below.base
-        for each in segment["blocks"]:
-            in_use = each["state"] == IN_USE
-            block = Block(each["address"], each["size"], pool, below, None, in_use, expandable=expandable, base=base)
+        for piece in segment["blocks"]:
+            in_use = piece["state"] == IN_USE
+            block = Block(piece["address"], piece["size"], pool, below, None, in_use, expandable=expandable, base=base)
             if below is not None:
                 below.next = block
             below = block
@@ -346,13 +346,13 @@ class DeviceState:
         """
         if torch.cuda.get_allocator_backend() != "native":
             return None
-        found = _snapshot()
-        settings = found["allocator_settings"]
-        others = settings.get("max_split_size", -1) != -1, settings.get("garbage_collection_threshold", 0) != 0
-        if any((*others, *settings.get("roundup_power2_divisions", {}).values())):
+        snapshot = _snapshot()
+        settings = snapshot["allocator_settings"]
+        switches = settings.get("max_split_size", -1) != -1, settings.get("garbage_collection_threshold", 0) != 0
+        if any((*switches, *settings.get("roundup_power2_divisions", {}).values())):
             return None
         index = torch.cuda.current_device() if device.index is None else device.index
-        segments = [segment for segment in found["segments"] if segment["device"] == index]
+        segments = [segment for segment in snapshot["segments"] if segment["device"] == index]
         free, _ = torch.cuda.mem_get_info(device)
         return cls(
             tuple(sorted(segments, key=lambda segment: segment["address"])),

@@ -29,11 +29,11 @@ class MethodLine:
 
 def by_method(rows: Iterable[Row]) -> list[MethodLine]:
     """Lines by method, in the order of the rows."""
-    found: dict[str, list[Row]] = {}
+    rows_of: dict[str, list[Row]] = {}
     for row in rows:
-        found.setdefault(row.method, []).append(row)
+        rows_of.setdefault(row.method, []).append(row)
     lines = []
-    for name, mine in found.items():
+    for name, mine in rows_of.items():
         plans = [(row.peak, row.cost) for row in mine if row.peak is not None]
         label = name if len(plans) == len(mine) else f"{name} ({len(plans)} of {len(mine)} budgets)"
         lines.append(MethodLine(name, label, sorted(set(plans))))
