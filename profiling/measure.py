@@ -175,7 +175,7 @@ def keys_of(joint: Joint) -> list[OpKey | None]:
 
 
 def _is_new(key: OpKey, node: fx.Node, cached: Mapping[OpKey, OpCost | None]) -> bool:
-    """Tell whether an op was not measured yet, or when fewer of its ways were known.
+    """Tell whether an op is to be measured: it was not yet, or not on all arguments that it may write over.
 
     A convolution on CUDA runs in each process: cuDNN chooses, and may try out, a kernel at its first run, with
     workspaces as large as memory is free, which is not to be within a step. So does a kernel of Triton's that is tuned.
@@ -249,8 +249,8 @@ def measure_ops(nodes: Nodes[K], cached: Known[K] = MappingProxyType({})) -> Ite
     """The cost of each op with its key, device by device; None if it does not run on made-up inputs.
 
     Only one op's tensors exist at a time, beside the buffer; an op for which there is no memory is left out. An op
-    whose cost is ``cached`` keeps its seconds if it takes as many bytes as then: a library that now chooses another
-    kernel mostly works in others.
+    whose cost is ``cached`` keeps its seconds if it takes as many bytes as then: where a library now chooses another
+    kernel, that mostly takes other bytes.
     """
     for device in sorted({device_of_op(node) for node in nodes.values()}, key=str):
         on_device = {key: node for key, node in nodes.items() if device_of_op(node) == device}

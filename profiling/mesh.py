@@ -199,9 +199,9 @@ def measure_collectives(
     conditions = conditions_on(device)
     # The group's first rank tells what it knows, so that all ranks measure the same.
     costs = load(conditions) if cache else {}
-    told = [{key: cost for key, cost in costs.items() if _KEY.fullmatch(key)}]
-    dist.broadcast_object_list(told, group=group, group_src=0, device=device)
-    (known_costs,) = told
+    message = [{key: cost for key, cost in costs.items() if _KEY.fullmatch(key)}]
+    dist.broadcast_object_list(message, group=group, group_src=0, device=device)
+    (known_costs,) = message
     wholes = sorted({-(-size // (4 * layout.ranks)) * 4 * layout.ranks for size in sizes})
     new_costs: dict[str, OpCost | None] = {}
     for name in COLLECTIVES:
@@ -216,7 +216,6 @@ def measure_collectives(
 
 def _seconds(collective: str, whole: int, ranks: int, group: dist.ProcessGroup | None, device: torch.device) -> float:
     """Seconds of one collective on zeros, begun by all ranks together, on the slowest rank."""
-    # The collective on zeros.
     all_of_it, part = (torch.zeros(whole // 4 // n, dtype=torch.float32, device=device) for n in (1, ranks))
     run: Callable[[], object] = {
         ALL_GATHER: lambda: dist.all_gather_into_tensor(all_of_it, part, group),

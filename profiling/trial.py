@@ -215,8 +215,8 @@ def runs_well(node: fx.Node, *, same_bits: bool, sizes: tuple[int, ...] = (), an
         try:
             return bool(compile(*args))
         except RuntimeError as error:
-            told = str(error).strip().partition("\n")[0]
-            log.warning("The kernel of %s is not compiled, its ops run one by one: %s", named(node), told)
+            reason = str(error).strip().partition("\n")[0]
+            log.warning("The kernel of %s is not compiled, its ops run one by one: %s", named(node), reason)
             return False
 
     sets: tuple[str, ...] = (*SETS, "all", "drawn") if same_bits else SETS[-1:]

@@ -146,7 +146,6 @@ def search(query: Query, tell: Callable[[News], None]) -> Solution:
     finally:
         over.set()
         looking.join()
-    # The answer, kept on disk and told.
     if answer.schedule is None or answer.cost >= start.cost:  # it never is worse, but for what sums round
         answer = replace(start, bound=max(start.bound, min(answer.bound, start.cost)))
     keep(answer, query.seconds)

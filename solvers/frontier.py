@@ -193,7 +193,6 @@ def _solve_all(calls: list[Call], jobs: int | None, client: Any, progress: bool 
     if jobs is not None and (isinstance(jobs, bool) or not isinstance(jobs, int) or jobs < 1):
         raise ValueError(f"jobs is a number of processes, at least 1, not {jobs!r}.")
     jobs = min(len(calls) or 1, jobs or os.cpu_count() or 1)
-    # In other processes.
     if client is not None or jobs > 1:
         with Processes(jobs) if client is None else nullcontext(client) as pool:
             return _solve_there(calls, pool, progress)

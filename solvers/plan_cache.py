@@ -59,8 +59,8 @@ MOST_READ = 8  # records that are looked through for a plan to begin with, the l
 def kept(solver: Solver, earlier: Sequence[Solution] = ()) -> Solver:
     """Answer by a known plan: as it is on disk, or with the nearest for the solver to begin with; keep the answer.
 
-    ``origin`` is "plan cache" for a plan as it was on disk; "other costs", "less time" or "another size" where one
-    found for or in these was the start. Plans are adapted by "auto" only.
+    ``origin`` is "plan cache" for a plan as it was on disk. Where a known plan was the start, it says how that differs:
+    "other costs", "less time" or "another size". Plans are adapted by "auto" only.
 
     A query that waits for less than its seconds gets the best plan by then, and with it the `Solution.rest`, unless
     that could not matter or is not worth a process.

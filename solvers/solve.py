@@ -213,8 +213,8 @@ def cheapest_split(solver: Solver, *, look_on: bool = True) -> Solver:
     Each is looked at for a moment first, and only where none has a plan then for longer: near the smallest budget a
     search may spend all its time on a problem without a plan, where the next split has one at once.
 
-    The first split that fits may not be the cheapest: one that holds more beside the rest leaves less room for what
-    need not be recomputed. So the next ones are looked at, too, as long as their ops, each run once, take less time.
+    The first split that fits may not be the cheapest: its larger parts leave less room for values that are kept. So the
+    next ones are looked at, too, as long as their ops, each run once, take less time than the cheapest plan.
 
     Args:
         solver: is asked for each, in its share of the seconds, with a start that is split like it.

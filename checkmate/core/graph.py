@@ -120,8 +120,8 @@ class Graph:
             _check_indices(item, [producer])
             if not 0 <= producer < len(self.ops):
                 raise InvalidProblem(f"{item} is made by op {producer}, but there are {len(self.ops)} ops.")
-            if v not in self.ops[producer].outputs:
-                raise InvalidProblem(f"{item} names {self.ops[producer].name!r} as its producer, whose outputs lack it.")
+            if v not in (maker := self.ops[producer]).outputs:
+                raise InvalidProblem(f"{item} names {maker.name!r} as its producer, whose outputs lack it.")
         for k, op in enumerate(self.ops):
             self._check_op(k, op)
         _check_indices("The graph", self.outputs)
@@ -229,7 +229,7 @@ class Graph:
         return sum(op.phase == "forward" for op in self.ops)
 
     def sharing(self, known: Graph) -> Graph:
-        """The graph itself, with the parts that a known one has as well taken from that, to keep them once."""
+        """The graph, with the parts that it has in common with a known one taken from that, so as to keep them once."""
         if self.ops != known.ops or len(self.values) != len(known.values):
             return self
         pairs, shared = zip(self.values, known.values, strict=True), copy(self)

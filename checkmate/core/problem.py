@@ -349,7 +349,7 @@ class Problem:
         return np.array(bytes_at, dtype=np.int64)
 
     def let_go(self, next_split: Callable[[], Problem | None] | None) -> Problem:
-        """The problem with this function for its further split, and without what was computed of it but two numbers."""
+        """The problem with this function for its further split; of what was computed of it, two numbers stay."""
         light = replace(self, next_split=next_split)
         vars(light).update(keep_all_peak=self.keep_all_peak, keep_all_cost=self.keep_all_cost)
         return light
@@ -388,7 +388,7 @@ class Problem:
 
         def likewise(problem: Problem) -> Problem:
             inputs = [(v, value.name) for v, value in enumerate(problem.graph.values) if value.producer is None]
-            return problem.with_homes(*([v for v, name in inputs if name in those] for those in names))
+            return problem.with_homes(*([v for v, name in inputs if name in group] for group in names))
 
         resident = self.resident + self.homes_bytes - sum(values[v].size_bytes for v in home_set if v < len(values))
         if resident < 0:
@@ -400,7 +400,7 @@ class Problem:
         return replace(self, profile=profile, homes=home_set, kept=kept, next_split=self._next_split(likewise))
 
     def _next_split(self, change: Callable[[Problem], Problem]) -> Callable[[], Problem | None] | None:
-        """The function for the further split, which is changed likewise."""
+        """The function for the further split, changed as this problem is; None if there is no split."""
         next_split = self.next_split
 
         def split_further() -> Problem | None:
@@ -436,9 +436,9 @@ class Problem:
             **({"host": asdict(self.host)} if self.host is not None else {}),
             **({"homes": sorted(self.homes), "kept": sorted(self.kept)} if self.homes else {}),
         }
-        # Equal problems give equal files.
         text = json.dumps(document, allow_nan=False).encode()
         path = Path(path)
+        # Equal problems give equal files.
         path.write_bytes(gzip.compress(text, mtime=0) if path.suffix == ".gz" else text)
 
     @classmethod

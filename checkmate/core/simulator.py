@@ -132,7 +132,7 @@ def without_slower_ways(plan: Plan, problem: Problem, budget: int) -> Plan:
 def without_idle_values(plan: Plan, problem: Problem) -> Plan:
     """The plan that frees values nothing reads before they are remade; the same object if it has none.
 
-    Modules hold nothing else, whatever their plan says: so the peak is theirs.
+    The modules of a plan do not hold such values, whatever the plan says: so the peak is that of the modules.
     """
     graph = problem.graph
     idle: dict[int, list[int]] = {}  # values, by the step after which they may go

@@ -128,7 +128,7 @@ def _is_moved(t: torch.Tensor, name: str, folder: Path, loaded: Container[torch.
 
 
 def _swap(meta: Sequence[tuple[torch.Tensor, torch.UntypedStorage, str]]) -> None:
-    """Make tensors on meta others with data, under the same objects, or raise `Unsupported` and change nothing.
+    """Give data to tensors on meta, which stay the same objects, or raise `Unsupported` and change nothing.
 
     Data on meta cannot be replaced (``t.data = ...``).
     """

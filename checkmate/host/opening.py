@@ -116,7 +116,6 @@ def _times(store: Store, device: torch.device, size: int) -> tuple[float, float,
         _synchronize(device)
         return time.perf_counter() - begin
 
-    # Medians over some rounds.
     store.send(far, second)
     store.wait(far)
     rounds = []

@@ -95,9 +95,9 @@ class Difference(Printed):
             times, spent = sum(abs(row.runs_b - row.runs_a) for row in rows), sum(row.seconds for row in rows)
             yield word, f"{len(rows)} ops, {times} times in all: {_more_seconds(spent)}" if rows else "no op"
         for word, sign in (("keeps", 1), ("drops", -1)):
-            kept = [row for row in self.values if row.bytes * sign > 0]
-            size = _more_bytes(sum(row.bytes for row in kept))
-            yield word, f"{len(kept)} values {self.kept_at}: {size}" if kept else "no value"
+            values = [row for row in self.values if row.bytes * sign > 0]
+            size = _more_bytes(sum(row.bytes for row in values))
+            yield word, f"{len(values)} values {self.kept_at}: {size}" if values else "no value"
 
     def _tables(self) -> Iterator[Table]:
         """The tables that have rows."""

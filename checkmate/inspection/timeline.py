@@ -349,7 +349,7 @@ def _spans(problem: Problem, events: list[Event], ways: Ways) -> tuple[Span, ...
             # Its outputs begin; a second copy of a value at hand ends at once.
             for v in op.outputs:
                 begin(v, index, tick, role_of(v, op), index + 1, ended if way is not None and way.makes == v else None)
-                end(len(rows) - 1, index, tick + 1)  # it goes at once where a copy is still at hand
+                end(len(rows) - 1, index, tick + 1)
                 open_.setdefault(v, len(rows) - 1)
         elif isinstance(step, Start):
             started.add(step.op)
@@ -406,8 +406,8 @@ def _resident(problem: Problem) -> dict[str, int]:
     for v, value in enumerate(problem.graph.values):  # states are in the profile's bytes of these
         if value.producer is None and value.role != "state" and v not in problem.homes:
             sizes[words.get(value.role, "other resident")] += value.size_bytes
-    rest = problem.resident - sum(sizes.values())
-    if rest < 0:  # values that share bytes: no telling them apart
+    remainder = problem.resident - sum(sizes.values())
+    if remainder < 0:  # values that share bytes: no telling them apart
         return {"other resident": problem.resident}
-    sizes["other resident"] += rest
+    sizes["other resident"] += remainder
     return {role: size for role, size in sizes.items() if size}

@@ -168,8 +168,8 @@ class CudaAllocator:
                 f"{size} bytes are not to be had: {self.reserved} of {self.capacity} are held."
             )
         # Split off what is left, if the allocator does (should_split).
-        rest = block.size - size
-        if rest >= BLOCK if is_small or self.expandable else rest > SMALL:
+        remainder = block.size - size
+        if remainder >= BLOCK if is_small or self.expandable else remainder > SMALL:
             insort(pool.free, _parted(block, size))
         block.in_use = True
         self._count(block.size, 0)
@@ -228,7 +228,6 @@ class CudaAllocator:
                 insort(pool.unmapped, below)
             else:
                 below = below.previous
-        # Chain its blocks.
         base = segment["address"] if below is None else below.base
         for piece in segment["blocks"]:
             in_use = piece["state"] == IN_USE
@@ -312,12 +311,12 @@ class CudaAllocator:
 
 def _parted(block: Block, size: int) -> Block:
     """Cut a block that is in no list after its first bytes; give the rest, which is in none either."""
-    rest = Block(block.begin + size, block.size - size, block.pool, block, block.next)
-    rest.mapped, rest.expandable, rest.base = block.mapped, block.expandable, block.base
-    if rest.next is not None:
-        rest.next.previous = rest
-    block.next, block.size = rest, size
-    return rest
+    remainder = Block(block.begin + size, block.size - size, block.pool, block, block.next)
+    remainder.mapped, remainder.expandable, remainder.base = block.mapped, block.expandable, block.base
+    if remainder.next is not None:
+        remainder.next.previous = remainder
+    block.next, block.size = remainder, size
+    return remainder
 
 
 def _remove(blocks: list[Block], block: Block) -> None:

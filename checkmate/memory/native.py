@@ -72,7 +72,6 @@ class Source:
             Unbuildable: if there is no compiler, or it fails.
             OSError: if the library cannot be loaded.
         """
-        # The one that is kept, or a new one, which is kept.
         path = self.path()
         with contextlib.suppress(OSError):  # a damaged one is built anew
             if (cached := self._loaded(path)) is not None:

@@ -277,7 +277,6 @@ def _tables(
         yield "again", f"What is run again ({len(dear)} ops)", columns, dear, [runs[op.op][1] for op in dear]
     if peak.prices:
         yield "prices", "What less or more memory would change", PRICES, peak.prices, None
-    # The use of links.
     when = (
         Column("asked for after", lambda use: line.moments[use.after].name),
         Column("begins", "begin", format_seconds),

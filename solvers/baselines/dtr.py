@@ -263,7 +263,6 @@ class Runtime:
             lacking = self._make_room(k)
             if lacking > 0:
                 return DeadEnd(k, lacking)
-            # run it
             self.now += tables.seconds[k]
             for v in outputs:
                 if not self.at_hand[v]:

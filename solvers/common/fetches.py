@@ -200,7 +200,7 @@ def plain_events(fetching: WithFetches, plan: Plan) -> tuple[list[Event], int]:
 
 
 def place_transfers(problem: Problem, budget: int, happens: Sequence[Event], boundary: int) -> Plan | None:
-    """The faster plan with these runs in this order: sent values are written over, or freed by their own transfer.
+    """The faster of two plans with these runs in this order: ops write over sent values in one, and not in the other.
 
     A write over a value waits for its transfer; with room for both, the op writes elsewhere and nothing waits.
 
@@ -227,7 +227,7 @@ def place_transfers(problem: Problem, budget: int, happens: Sequence[Event], bou
 
 
 def _placed(problem: Problem, budget: int, happens: Sequence[Event], boundary: int) -> Plan | None:
-    """A plan with these events, whose arguments are those of `place_transfers`."""
+    """A plan with these events; the arguments are those of `place_transfers`."""
     out = _sends(problem, budget, happens, boundary)
     if out is None:
         return None
@@ -246,10 +246,10 @@ def _placed(problem: Problem, budget: int, happens: Sequence[Event], boundary: i
 
 
 def _by_need(problem: Problem, plan: Plan) -> Plan:
-    """The faster plan in which sends that hold up a transfer which is waited for sooner begin after it."""
+    """Move sends behind transfers that they hold up and that are waited for sooner, wherever that saves seconds."""
     assert problem.host is not None
-    when = timing(plan, problem)
-    stalls, tries = sorted(when.stalls, key=lambda stall: stall[1]), TRIES
+    times = timing(plan, problem)
+    stalls, tries = sorted(times.stalls, key=lambda stall: stall[1]), TRIES
     while stalls and tries:
         position, tries = stalls.pop()[0], tries - 1
         # The transfer that is waited for, and the last send before it on its link that is waited for later.
@@ -267,9 +267,9 @@ def _by_need(problem: Problem, plan: Plan) -> Plan:
         first, steps = max(sends), plan.steps
         moved = (*steps[:first], *steps[first + 1 : transfer + 1], steps[first], *steps[transfer + 1 :])
         other = Plan(moved, plan.boundary - (first < plan.boundary <= transfer))
-        if (then := timing(other, problem)).seconds < when.seconds:
-            plan, when = other, then
-            stalls = sorted(when.stalls, key=lambda stall: stall[1])
+        if (new_times := timing(other, problem)).seconds < times.seconds:
+            plan, times = other, new_times
+            stalls = sorted(times.stalls, key=lambda stall: stall[1])
     return plan
 
 
@@ -356,7 +356,7 @@ def _sends(problem: Problem, budget: int, happens: Sequence[Event], boundary: in
         # A value is needed again: it has not gone yet, or it is fetched at no time here.
         if isinstance(event, MustBeBack):
             v = event.value
-            if v in plan.leaving:  # it has not gone yet
+            if v in plan.leaving:
                 del plan.leaving[v]
                 continue
             if v in plan.on_device:

@@ -65,7 +65,7 @@ def kept_by_the_forward(problem: Problem, kept: Iterable[int]) -> np.ndarray:
 
 
 def ops_for(graph: Graph, ops: range, values: Iterable[int], anyway: Collection[int] = ()) -> tuple[int, ...]:
-    """The ops, ascending, that must run to make these values from all further ones.
+    """The ops of a range, ascending, that must run to make these values from those made elsewhere, or there ``anyway``.
 
     >>> ops_for(Problem.from_dag([[], [0], [], [1]], seconds=[1] * 4, sizes=[1] * 4).graph, range(4), [3], anyway=[0])
     (1, 3)

@@ -224,7 +224,6 @@ class Program:
         self.D = columns((T,), name="D", upper=INF, cost=1.0)
         # (T, V) each: where a value that is at hand in stage t is from, in a row that is at most 0
         self.sources = [(self.here, -1.0), (before(self.over), 1.0), (self.made, -1.0), (self.F, -1.0)]
-        # The rows.
         self.carry("send", (q, self.e, self.E, self.o), self.Out)
         self.carry("fetch", (p, self.c, self.F, self.f), self.In)
         self.have_inputs()

@@ -88,7 +88,6 @@ def offload(
         limited = task.within(SHARE_OF_BOUND * task.clock.left)
         bound = moment_bound(limited, incumbent, moments=at, most=len(at) if at else most)
         sets.attempt_parts(bound.sent)
-    # Neighbours of the best set.
     sets.improve()
     return Remarks(details={"found": incumbent.found})
 

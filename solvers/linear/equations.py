@@ -243,7 +243,9 @@ def fit(model: Model, x: Variables, problem: Problem, budget: int) -> None:
 
     W_k with what op k makes that is a result or that nobody reads; W_w the workspace of the way that writes over v.
     """
-    W, touch = _working_bytes(problem, x.touches), x.touches
+    touch, M = x.touches, _sizes(problem)
+    outputs = np.array([M[list(op.outputs)].sum() for op in problem.graph.ops])
+    W = np.maximum(0.0, outputs - _made_bytes(problem, touch)) + problem.workspace / size_unit(problem)
     mask = (x.R != NONE) & ((W > 0) | (most_saved_bytes(problem) > 0))
     t, k = np.nonzero(mask)
     rows = np.full(x.R.shape, NONE)
@@ -389,13 +391,6 @@ def _made_bytes(problem: Problem, touch: Touches) -> np.ndarray:
     """(T,): bytes made by each op that stay in memory until freed, in units of size."""
     mask = touch.op == touch.made_by
     return np.bincount(touch.op[mask], _sizes(problem)[touch.value[mask]], minlength=len(problem.graph.ops))
-
-
-def _working_bytes(problem: Problem, touch: Touches) -> np.ndarray:
-    """(T,): workspace, plus outputs that are results of the step or unread, in units of size."""
-    M = _sizes(problem)
-    outputs = np.array([M[list(op.outputs)].sum() for op in problem.graph.ops])
-    return np.maximum(0.0, outputs - _made_bytes(problem, touch)) + problem.workspace / size_unit(problem)
 
 
 def _sizes(problem: Problem) -> np.ndarray:

@@ -75,7 +75,6 @@ def build(problem: Problem, budget: int, moments: Sequence[int], *, choose: bool
     X_there = ~held & (made_by <= ends[:-1]) & ((read > ends[:-1]) | own | stays)
     if not problem.limits.last_stage and host is None:  # not tried beside ops that overwrite something
         X_there &= own | ~_better_as_made_of(problem, held, moments)
-    # The columns.
     price = problem.seconds / cost_unit(problem) if host is None else 0.0
     R = model.variables(R_there, lower=first, cost=price, integer=True)
     X = model.variables(X_there, lower=own & ~over, integer=True)  # the least X is integral: for cover cuts of (9)

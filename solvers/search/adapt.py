@@ -116,7 +116,7 @@ def adapt(task: Task, R: np.ndarray) -> np.ndarray | None:
 def cheapest_known(problem: Problem, budget: int, solutions: Sequence[Solution]) -> Solution | None:
     """The cheapest plan that fits among those of the same ops at other sizes, adapted, or all kept; None if none fits.
 
-    Where the loss runs in parts in some, the step is split as far as one of them fits.
+    Where some of them run the loss in parts, the step is split until one of them fits.
 
     >>> chain = Problem.from_dag([[], [0], [1], [0, 2]], seconds=[1] * 4, sizes=[1] * 4)
     >>> cheapest_known(chain, 4, []).cost

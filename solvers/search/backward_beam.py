@@ -87,7 +87,7 @@ class Beam(Backward):
     def bound(self) -> tuple[float, list[list[int]] | None]:
         """Seconds that every schedule spends on reruns, at most ``most``; and the stages of one that takes just that.
 
-        In any order it is that of every plan. 0.0 where the time is over.
+        With ``any_order`` the bound holds for every plan. 0.0 where the time is over.
         """
         self.every = self.merge = True
         seconds, stages = self._cheapest()

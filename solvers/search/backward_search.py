@@ -8,7 +8,7 @@ the last stage to the first. That no state is left is a proof; where too many ar
 proof comes of it. (Decision diagrams in which states are dropped: Bergman, Cire, van Hoeve and Hooker, "Decision
 Diagrams for Optimization", 2016.)
 
-`Backward` is the engine; what is decided, and which states go on, is said by those that derive from it. In
+`Backward` is the engine; the classes that derive from it say what is decided, and which states go on. In
 `BackwardSearch` cost does not count: where everything that is missing can be made again from nothing, that is done. In
 `checkmate.solvers.search.backward_beam` it does.
 
@@ -16,9 +16,9 @@ A schedule runs an op again once a stage at most, in PyTorch's order (`checkmate
 is made early waits while a long branch is made. A plan may make it late, or twice: in `AnyOrder` any op that made a
 needed value may have run just before, whatever ran after it; or nothing more ran again in the stage. So where all
 states were pursued and none reached the first op, no plan at all fits the budget. Two rules keep the states few. What
-can be made from nothing, in PyTorch's order, beside all the rest, is made so: then only the rest is needed, a part of
-what was. And of the states it is the one closest to the first op that is pursued, the one with the fewest bytes first:
-where a budget is met there mostly is a plan straight ahead.
+can be made from nothing, in PyTorch's order, beside all other values is made so: then only these are needed, a part of
+what was. And the state closest to the first op is pursued first, of several the one with the fewest bytes: where the
+budget can be met, a plan mostly lies straight ahead.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Waiting:
         self.done: States = {}
 
     def add(self, needed: int, candidates: int, state: State, must: int = 0) -> None:
-        """Add a state whose values ``candidates`` may still be made again in this stage; of equal ones keep the cheaper.
+        """Add a state whose ``candidates`` may still be made again in this stage; of two equal ones keep the cheaper.
 
         Values of ``must`` have to be made again before the state is done; a state done without them is dropped.
         """
@@ -212,13 +212,13 @@ class BackwardSearch(Backward):
             if k < sets.forward_length:
                 missing = needed & free & sets.below[k + 1]
                 scratch = sets.from_scratch(t, missing)
-                others = needed ^ missing
-                with_pinned = others | scratch.pinned
+                remaining = needed ^ missing
+                with_pinned = remaining | scratch.pinned
                 peak = sets.base[t] + sets.bytes_of(with_pinned) + scratch.peak + sets.mandatory_bytes(t, with_pinned)
                 if peak <= self.budget:
-                    done.setdefault(others if self.loose else with_pinned, (0.0, 0, (trail, t, SCRATCH - missing)))
-                    if with_pinned == others or self.loose or not self.exact:
-                        self.complete &= with_pinned == others or self.loose
+                    done.setdefault(remaining if self.loose else with_pinned, (0.0, 0, (trail, t, SCRATCH - missing)))
+                    if with_pinned == remaining or self.loose or not self.exact:
+                        self.complete &= with_pinned == remaining or self.loose
                         continue
             # Run op k again, unless that is too far back or not its place.
             if k >= sets.forward_length and t - k > self.far:
@@ -302,9 +302,9 @@ def find_plan(
 def refute(sets: ValueSets, budget: int, t: int, *, width: int, clock: Clock) -> int | None:
     """A proof that no schedule fits the budget, from the needs of op t and earlier ops; None if it fails.
 
-    Nothing is asked for at the end of stage t but what is owed in any case, so that what follows is needed in every
-    schedule. It ends without a proof once nothing more is needed, or at too many states. A proof is the number of bytes
-    below which the same search finds nothing: more than the budget.
+    The search begins at the end of stage t, where it asks for the mandatory bytes only: so all that it finds to be
+    needed is needed in every schedule. It fails once nothing more is needed, or at too many states. The proof is a
+    number of bytes, more than the budget, below which the same search finds nothing.
 
     Raises:
         OutOfTime: where the clock runs out first.
@@ -371,7 +371,6 @@ class AnyOrder:
                 continue
             better.append(needed)
             states_left -= 1
-            # Its predecessors.
             for stage, before, code in self._before(t, needed, begun=t <= last):
                 if (stage, before) not in seen:
                     seen.add((stage, before))
@@ -400,10 +399,10 @@ class AnyOrder:
         sets, values = self.sets, needed & self.sets.free[t] & self.sets.below[t]
         missing = values & sets.below[sets.forward_length]
         while missing:  # as much of it as can be made from nothing
-            scratch, rest = sets.from_scratch(t, missing), needed & ~missing
-            held = rest | scratch.pinned
+            scratch, remaining = sets.from_scratch(t, missing), needed & ~missing
+            held = remaining | scratch.pinned
             if sets.base[t] + sets.bytes_of(held) + scratch.peak + sets.mandatory_bytes(t, held) <= self.budget:
-                yield t, rest if self.loose else held, SCRATCH - missing
+                yield t, remaining if self.loose else held, SCRATCH - missing
                 break
             missing &= sets.below[sets.producer[missing.bit_length() - 1]]
         while values:

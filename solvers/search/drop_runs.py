@@ -42,7 +42,7 @@ STEPS = (1.0, 3.0)  # standard deviations of a tilt, in the logarithm
 
 
 def drop_runs(problem: Problem, budget: int, runs: list[list[int]], clock: Clock) -> list[list[int]]:
-    """Fewer ops in each stage of a plan within the budget than these, which are within it too, in any order.
+    """The ops that run in each stage of a plan within the budget: fewer than these, which fit it too; in any order.
 
     Stages run in PyTorch's order wherever that fits, and as they were where it does not.
 

@@ -163,8 +163,8 @@ class PassState:
         spans: dict[int, tuple[int, int]] = {}
         for v in sorted(tables.recomputed, key=lambda v: -tables.producer[v]):
             needed = [k for k in tables.users[v] if k >= tables.boundary]
-            others = (w for k in tables.users[v] for w in tables.outputs[k] if w in spans)
-            needed += [stage for w in others for stage in spans[w]]
+            outputs = (w for k in tables.users[v] for w in tables.outputs[k] if w in spans)
+            needed += [stage for w in outputs for stage in spans[w]]
             if needed:
                 first, last = spans[v] = min(needed), max(needed)
                 for u in tables.inputs[tables.producer[v]]:

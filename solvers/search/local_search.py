@@ -105,8 +105,8 @@ def _save(line: Line, p: int, limit: float) -> None:
 def places_of(problem: Problem, R: np.ndarray) -> np.ndarray:
     """(P, 2) int: (stage, op) in execution order, of R (T, T) and where more runs can be useful.
 
-    In stage t those are the ops whose values op t reads, those that may not run later and whose values may be read
-    then, those whose values they read, and so on; the ones farthest from t are left out where there are too many.
+    In stage t those are the ops whose values op t reads, the ops that may not run after stage t and whose values may be
+    read later, the ops whose values these read, and so on; the ones farthest from t are left out if there are too many.
     """
     graph, until, T = problem.graph, problem.limits.last_stage, len(problem.graph.ops)
     free = {k for k, op in enumerate(graph.ops) if op.pinned is None}

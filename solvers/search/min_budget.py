@@ -156,11 +156,11 @@ def min_budget(problem: Problem, *, time_limit: float = TIME_LIMIT, rules: Rules
     MinBudget(peak=3, bound=3)
     """
     check_problem(problem)
-    *others, last = (problem if rules is None else with_rules(problem, rules)).splits_in_turn()
+    *earlier, last = (problem if rules is None else with_rules(problem, rules)).splits_in_turn()
     clock = Clock(time_limit)
-    ends = ends_of(last, time_limit=time_limit * (SHARE_OF_LAST if others else 1))
+    ends = ends_of(last, time_limit=time_limit * (SHARE_OF_LAST if earlier else 1))
     peak, splits, bound = ends.peak, last.splits, ends.bound
-    for split in reversed(others):  # a split holds more beside the rest: the step split less may take less
+    for split in reversed(earlier):  # a split holds more beside the rest: the step split less may take less
         floor = int(split.unavoidable_bytes.max())
         bound = min(bound, floor)
         if floor < (1 - CLOSE) * peak:
@@ -171,7 +171,7 @@ def min_budget(problem: Problem, *, time_limit: float = TIME_LIMIT, rules: Rules
 
 
 def slow_budget(problem: Problem, smallest: int, *, slow: float = SLOW) -> SlowBudget | None:
-    """A budget with fewer seconds, where the plan of the smallest takes ``slow`` times those of keeping everything.
+    """A roomier budget, where the plan of the smallest takes ``slow`` times the seconds of keeping everything.
 
     None if it does not, or with a second memory, whose waits are known only once it is planned.
 
@@ -304,7 +304,7 @@ def small_plan(
 
 
 def ops_above(problem: Problem, budget: int, *, time_limit: float = TIME_LIMIT) -> dict[int, int]:
-    """The ops while which the plan of the smallest known peak takes more than a budget, and the bytes that it takes.
+    """The ops at which the plan of the smallest known peak takes more than a budget, and the bytes that it takes there.
 
     >>> five = Problem.from_dag([[], [0], [1], [0, 1], [0, 2]], seconds=[1] * 5, sizes=[3, 4, 2, 1, 1])
     >>> ops_above(five, 8), ops_above(five, 7)

@@ -154,7 +154,6 @@ def build(problem: Problem, budget: int, R: np.ndarray, free: np.ndarray) -> Nea
             line.keep(v, touches)
         else:
             line.stay(v, touches)
-    # The other columns, and the rows.
     keeps = model.variables((len(line.upper),), upper=np.array(line.upper), name="KEEP")
     assert not len(keeps) or keeps[0] == len(line.ops)
     run, keep = _columns(line.depend, 2)
@@ -260,7 +259,7 @@ class _Line:
             self.at.append((p, column, size))
 
     def _cover(self, column: int, size: int, after: int, last: int) -> None:
-        """Add bytes at all places after one up to another."""
+        """Add bytes at all places behind ``after``, up to ``last``."""
         if not size or last <= after:
             return
         first, final = self.stages[after + 1], self.stages[last]

@@ -126,9 +126,9 @@ def _of(inner: Incumbent, problem: Problem) -> Plan:
 class Exposed:
     """A lower bound for every plan, from ops that wait for one another and first run in PyTorch's order.
 
-    What a link carries first begins after the last of the processor's ops that it is made from, and ends before the
-    first one that reads it. So all that it carries within a stretch of the step, [from, to), takes that long at least,
-    whatever runs there beside it. Of stretches that do not overlap
+    The first run of an op on a link begins after the last of the processor's ops that it is made from, and ends before
+    the first one that reads it. So a stretch of the step, [from, to), takes at least as long as all that a link carries
+    within, whatever runs there beside it. Of stretches that do not overlap
 
         seconds >= sum over the processor's ops C_k + sum over stretches (what a link carries within - sum of C_k there)
     """
@@ -146,8 +146,8 @@ class Exposed:
         """
         graph, seconds = problem.graph, problem.seconds
         of_links = [[*ops] for ops in graph.links.values()]
-        here = np.array([0.0 if op.link else seconds[k] for k, op in enumerate(graph.ops)])
-        own = np.flatnonzero(here)
+        cost = np.array([0.0 if op.link else seconds[k] for k, op in enumerate(graph.ops)])
+        own = np.flatnonzero(cost)
         if not own.size:
             return cls(problem.least_cost, 0.0)
         begin, end = _between(graph)
@@ -157,8 +157,8 @@ class Exposed:
         reading = [
             seconds[k] if op.link else 0.0 for k, op in enumerate(graph.ops) if reads[k] and (op.link or k > own[-1])
         ]
-        waits = _waits(begin, end, np.concatenate([[0.0], here.cumsum()]), [(ops, seconds[ops]) for ops in of_links])
-        return cls(float(here.sum() + waits), float(first + min([last, *reading])))
+        waits = _waits(begin, end, np.concatenate([[0.0], cost.cumsum()]), [(ops, seconds[ops]) for ops in of_links])
+        return cls(float(cost.sum() + waits), float(first + min([last, *reading])))
 
 
 def _between(graph: Graph) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -231,11 +231,11 @@ def place_starts(problem: Problem, budget: int, plan: Plan) -> Plan:
     best, least = plan, timing(plan, problem).seconds
     for _ in range(ROUNDS if moves else 0):
         placed, position = _placed(plan, moves, budget, live.copy(), reached)
-        when = timing(placed, problem)
-        if when.seconds >= least * (1 - 1e-9):
+        times = timing(placed, problem)
+        if times.seconds >= least * (1 - 1e-9):
             break
-        best, least = placed, when.seconds
-        reached = [(*when.at, when.seconds)[i] for i in position]
+        best, least = placed, times.seconds
+        reached = [(*times.at, times.seconds)[i] for i in position]
     return best
 
 
