@@ -93,7 +93,7 @@ def hash_of(value: object) -> str:
 def write_bytes(path: Path, content: bytes, *, private: bool = False) -> None:
     """Write a file atomically: readers see the old file or the new one.
 
-    Only this user may read a ``private`` one; else whoever may read a file that a program makes here.
+    Only this user may read a ``private`` file; others have the permissions of files that programs make here.
 
     Raises:
         OSError: if it cannot be written.

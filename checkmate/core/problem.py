@@ -64,7 +64,6 @@ class Profile:
             resident = operator.index(self.resident_bytes)
         except (TypeError, ValueError, OverflowError) as error:
             raise InvalidProblem(f"The profile has costs that are not numbers: {error}.") from None
-        # Bytes are whole numbers.
         bad = np.flatnonzero((workspace != np.rint(workspace)) | (np.abs(workspace) > MAX_BYTES))
         if bad.size:
             raise InvalidProblem(f"Op {bad[0]} needs {workspace[bad[0]]} workspace bytes; a size is a whole number.")

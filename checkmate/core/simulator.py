@@ -224,7 +224,6 @@ def _faults(plan: Plan, problem: Problem, budget: int | None, usage: Usage | Non
                 yield f"{graph.ops[k].name} is under way when the backward begins"
             for v in sorted(limits.recomputed & at_hand):
                 yield f"{graph.values[v].name} is at hand when the backward begins, though a rule has it made again"
-        # A step on the links to the second memory.
         if isinstance(step, (Send, Fetch, Wait, Drop)):
             yield from (f"step {i} {fault}" for fault in links.follow(step, at_hand))
             continue

@@ -225,7 +225,7 @@ def droppable(problem: Problem) -> frozenset[int]:
 def flow(problem: Problem) -> nx.DiGraph:
     """The forward ops that may run again, by index, with an edge from each op to the readers of its droppable values.
 
-    Left out are ops that use no input of the step, nor does any ancestor, in a graph in which some op does.
+    Ops that use no input of the step, nor does any ancestor of theirs, are left out if some op of the graph uses one.
 
     >>> flow(Problem.from_dag([[], [0], [0, 1], [2]], seconds=[1] * 4, sizes=[4] * 4)).edges
     OutEdgeView([(0, 1), (0, 2), (1, 2)])

@@ -455,9 +455,9 @@ def build(problem: Problem, budget: int) -> tuple[Model, np.ndarray, np.ndarray]
         ("page in what is away", MIn, [(before(K), 1.0)], 1.0),
     ):
         pairs(model, name, first, terms, upper=upper)
+    # The bytes of both memories.
     unit = equations.size_unit(problem)
     model.constrain("fit there", [(SSd, problem.sizes / unit)], upper=problem.host.budget / unit)
-    # The bytes of both memories.
     equations.begin_stage(model, x, problem)
     equations.run_and_free(model, x, problem)
     equations.fit(model, x, problem, budget)

@@ -219,7 +219,7 @@ def without_spare(problem: Problem, budget: int) -> tuple[Problem, int]:
     """Subtract spare bytes from budget and workspaces: the same schedules in smaller numbers, which suit tolerances.
 
     U is at most the bytes of two copies of all values. What the budget has beyond that, and beyond what is resident and
-    the results, only workspaces can fill: it is taken off both, and off a workspace that is smaller no more than all.
+    the results, only workspaces can fill: it is taken off the budget and off each workspace, down to 0.
 
     >>> problem = Problem.from_dag([[], [0], [1]], seconds=[1, 1, 1], sizes=[1, 1, 1], workspace=[5, 10**15, 0])
     >>> smaller, budget = without_spare(problem, 10**15 + 2)

@@ -221,7 +221,8 @@ def least_runs(problem: Problem, S: np.ndarray) -> np.ndarray:
     """Phase two: the least R (T, T) with which S (T, V) can be kept.
 
     R[t, t] = 1; R[t, prod(v)] = 1 where v is kept for stage t+1 but not for t, or an op that runs in stage t reads v,
-    which is not kept. What a pinned op makes is kept in any case, and what would be made from what is overwritten then.
+    which is not kept. What a pinned op makes is kept in any case, and so is what cannot be made again by then, since an
+    input of its op is overwritten.
     """
     graph, S = problem.graph, S.copy()
     for k, op in enumerate(graph.ops):

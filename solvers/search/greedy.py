@@ -61,7 +61,7 @@ class DeadEnd:
 def run_pass(tables: Tables, budget: int, weights: Weights, clock: Clock | None = None) -> list[list[int]] | DeadEnd:
     """The ops that run in each stage, ascending; or the dead end that the pass got into.
 
-    Or where the clock was over: a pass that makes much again, and that again, is slow, and of no use.
+    It ends once the clock is over, too: a pass that makes much again, from what it makes again, is slow and of no use.
     """
     state = PassState(tables, budget, weights)
     inputs, outputs, at_hand = tables.inputs, tables.outputs, state.at_hand

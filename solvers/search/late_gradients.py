@@ -74,7 +74,7 @@ def late_results(graph: Graph) -> list[int] | None:
 def second_runs(problem: Problem, *, shares: tuple[float, ...] = SHARES) -> list[dict[int, range]]:
     """For each share of the waiting bytes, the backward ops to run a second time, and in which stage.
 
-    What waits is what the backward makes, and reads not for long; of all moments the one counts at which they wait
+    Values wait that the backward makes, and does not read for long. Of all moments the one counts at which they wait
     longest, all together. An op runs again when something needs it for the first time after that, or before another op
     overwrites what it reads. Steps in which next to nothing waits give no dictionaries.
 
