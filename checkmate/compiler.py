@@ -91,8 +91,8 @@ def compile(fn: Any, budget: Bytes = "fit", **options: Unpack[CompileOptions]) -
     """
     refuse_what_is_no_step(fn)
     ranks.refuse_wrapped(fn)
-    asked = Options.of(compile, CompileOptions.__optional_keys__, options, budget)
-    return _compile_module(fn, asked) if isinstance(fn, nn.Module) else CompiledStep(fn, asked)
+    settings = Options.of(compile, CompileOptions.__optional_keys__, options, budget)
+    return _compile_module(fn, settings) if isinstance(fn, nn.Module) else CompiledStep(fn, settings)
 
 
 def verify(fn: Callable[..., Any], *args: Any, budget: Bytes = "fit", calls: int = 1, **kwargs: Any) -> Certificate:
@@ -125,11 +125,11 @@ def verify(fn: Callable[..., Any], *args: Any, budget: Bytes = "fit", calls: int
     return CompiledStep(fn, options)._compare(args, kwargs, calls)
 
 
-def refuse_what_is_no_step(fn: Any, asked: str = "checkmate.compile") -> None:
+def refuse_what_is_no_step(fn: Any, way_in: str = "checkmate.compile") -> None:
     """Raise a TypeError for a class, or for an object that cannot be called."""
     if not callable(fn) or isinstance(fn, type):
         kind = f"the class {fn.__name__}" if isinstance(fn, type) else type(fn).__name__
-        raise TypeError(f"{asked} takes a module or a function, not {kind}.")
+        raise TypeError(f"{way_in} takes a module or a function, not {kind}.")
 
 
 def new_backend(planner: Planner, second_memories: SecondMemories | None, updates: Insert | None = None) -> Backend:
@@ -165,12 +165,12 @@ class Planned:
 
         With ``accumulate`` those of all calls but the last of an update come first.
         """
-        return [one.plan for one in self._plans]
+        return [plan.plan for plan in self._plans]
 
     @property
     def planning(self) -> list[Planning]:
         """The state of each plan in ``plans``: its cost and bound, and whether a better one may still come."""
-        return [one.known for one in self._plans]
+        return [plan.known for plan in self._plans]
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait up to ``timeout`` seconds for planning to end; tell whether it has ended.
@@ -178,7 +178,7 @@ class Planned:
         What it has found takes over at the next call. Ctrl-C ends the waiting, not the planning.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
-        return all(one.wait(None if deadline is None else max(0.0, deadline - time.monotonic())) for one in self._plans)
+        return all(p.wait(None if deadline is None else max(0.0, deadline - time.monotonic())) for p in self._plans)
 
     def memory(self) -> ArenaReport:
         """Report the arenas and the second memory of the last step; prints as a table."""
@@ -238,13 +238,13 @@ class CompiledStep(Planned, Generic[P, R]):
             log.warning("There is no memory for a plain step: this one is not compared with it.")
 
     def _compare(self, args: Any, kwargs: Any, calls: int = 1) -> Certificate:
-        anew, backend = functools.partial(CaptureCache, self._fn), self._run.backend
+        capture, backend = functools.partial(CaptureCache, self._fn), self._run.backend
         if backend.kernels != "fused":
-            return compare_with_plain(self._fn, self, self._run, args, kwargs, anew, calls)
+            return compare_with_plain(self._fn, self, self._run, args, kwargs, capture, calls)
         # Its bits are those of the fused step that keeps everything.
-        reference = anew(Backend(_keeping_all, profile=backend.profile, kernels="fused", op_by_op=backend.op_by_op))
+        reference = capture(Backend(_keeping_all, profile=backend.profile, kernels="fused", op_by_op=backend.op_by_op))
         against = "the fused step that keeps everything"
-        return compare_with_plain(reference, self, self._run, args, kwargs, anew, calls, against)
+        return compare_with_plain(reference, self, self._run, args, kwargs, capture, calls, against)
 
 
 class _OfItsStep:

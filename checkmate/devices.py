@@ -92,10 +92,10 @@ class _Cpu(Kind):
     def name(self, device: torch.device) -> str:
         info = Path("/proc/cpuinfo")
         lines = info.read_text().splitlines() if info.exists() else []
-        found = {key.strip(): what.strip() for key, _, what in (line.partition(":") for line in lines)}
-        name = found.get("model name") or platform.processor() or platform.machine()
-        of_it = [found.get(key, "") for key in ("cpu family", "model", "stepping", "flags")]
-        kind = hashlib.sha256("\n".join(of_it).encode()).hexdigest()[:8]  # one name may stand for several
+        facts = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)}
+        name = facts.get("model name") or platform.processor() or platform.machine()
+        traits = [facts.get(key, "") for key in ("cpu family", "model", "stepping", "flags")]
+        kind = hashlib.sha256("\n".join(traits).encode()).hexdigest()[:8]  # one name may stand for several
         return f"{name} {kind} {torch.backends.cpu.get_cpu_capability()}"  # AVX2, AVX512, ...
 
 
@@ -158,8 +158,8 @@ def _counts_requests(kind: str) -> bool:
         return False
     try:
         with outside_tracing():
-            held = torch.empty(1, device=accelerator)
-        return requested(held.device) >= held.nbytes
+            tensor = torch.empty(1, device=accelerator)
+        return requested(tensor.device) >= tensor.nbytes
     except RuntimeError:  # there is none here, or its allocator keeps no statistics, as that of MPS
         return False
 

@@ -49,7 +49,7 @@ def backend(
     # Take the answers given while this graph was captured.
     options = options or {}
     answer: Answer = backend.answer  # type: ignore[attr-defined]
-    asked, told_yes = [*answer.asked], {*answer.compiled}
+    places, told_yes = [*answer.asked], {*answer.compiled}
     answer.asked.clear()
     answer.compiled.clear()
     answer.said.clear()  # captured: the next capture may say it again
@@ -67,16 +67,16 @@ def backend(
     reason: Any = getattr(module, "compile_subgraph_reason", None)
     if reason is not None and reason.graph_break:
         cause = (
-            f" The code that asks at {', '.join(asked)} was told that it is not compiled, as in plain PyTorch; where "
+            f" The code that asks at {', '.join(places)} was told that it is not compiled, as in plain PyTorch; where "
             "that is what cannot be captured, checkmate.compile tells it otherwise."
-            if asked
+            if places
             else ""
         )
         raise Unsupported(
             f"The step was captured only up to a graph break ({reason.reason}). A budget holds for a step that is "
             f"planned as a whole. torch.compile(..., fullgraph=True) says where it breaks.{cause}"
         )
-    if any(isinstance(given, torch.SymInt) for given in inputs):
+    if any(isinstance(value, torch.SymInt) for value in inputs):
         raise Unsupported("Sizes were left open; a plan is for fixed ones: torch.compile(..., dynamic=False).")
     warn(told_yes)
     step = compile(module.forward, **options)._run.backend.compile(module, inputs)

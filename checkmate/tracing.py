@@ -136,7 +136,7 @@ class OpenTrace:
         return None  # there is nothing to plan
 
 
-def _not_asked(*about: Any) -> NoReturn:
+def _not_asked(*arguments: Any) -> NoReturn:
     raise _Captured
 
 
@@ -144,14 +144,14 @@ def _cache_of(fn: Callable[..., Any], options: Options, planner: Callable[[Probl
     """A cache that captures a step by a planner which ends the capture, and runs nothing."""
     fn, updates = (fn.loss_fn, fn.inserts) if isinstance(fn, TrainingStep) else (fn, None)
     stop = takes_one_list(_not_asked)
-    about: dict[str, Any] = {"second_memories": options.second_memories, "overlap": options.overlap}
-    about["kernels"] = options.kernels
-    return CaptureCache(fn, Backend(planner, lambda module, inputs: stop, options.costs, updates=updates, **about))
+    keywords: dict[str, Any] = {"second_memories": options.second_memories, "overlap": options.overlap}
+    keywords["kernels"] = options.kernels
+    return CaptureCache(fn, Backend(planner, lambda module, inputs: stop, options.costs, updates=updates, **keywords))
 
 
 @contextmanager
 def _tracing(fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any], options: Options) -> Iterator[None]:
-    """Within the block, trace for the device of the cost source, and change no state of the step.
+    """Trace for the device of the cost source within the block, and change no state of the step.
 
     Meta tensors are taken for tensors on that device; with measured costs they are refused. Fake tensors on the CPU
     stay there. What differentiates while it is traced, as `flex_attention` does, stays in this thread: autograd has
@@ -209,7 +209,7 @@ class _Captured(Exception):
 
 def _breaks(fn: Callable[..., Any], args: Any, kwargs: Any) -> list[Break]:
     """The places where `torch.compile` would split the step, in the order of the code."""
-    found: dict[Break, None] = {}
+    breaks: dict[Break, None] = {}
     as_captured = fn.as_captured if isinstance(fn, TrainingStep) else nullcontext
     fn = fn.loss_fn if isinstance(fn, TrainingStep) else fn
     if any(map(is_fake, tensors_within((fn, args, kwargs)))):
@@ -221,7 +221,7 @@ def _breaks(fn: Callable[..., Any], args: Any, kwargs: Any) -> list[Break]:
         if reason is not None and reason.graph_break:
             frames = [f for f in reason.user_stack if is_users(f.filename)] or list(reason.user_stack)
             at = [f"{frame.filename}:{frame.lineno} in {frame.name}: {frame.line}" for frame in frames[-1:]]
-            found[Break("".join(at), reason.reason.strip().splitlines()[0])] = None
+            breaks[Break("".join(at), reason.reason.strip().splitlines()[0])] = None
         return module.forward
 
     note.answer = Answer()  # type: ignore[attr-defined]  # captured as a step is
@@ -234,5 +234,5 @@ def _breaks(fn: Callable[..., Any], args: Any, kwargs: Any) -> list[Break]:
         with unchanged((fn, args, kwargs)), as_captured():
             torch.compile(step, backend=note, dynamic=False)(*args, **kwargs)
     except Exception as error:  # noqa: BLE001  # the reason is known already; what fails here, fails in plain PyTorch
-        found[Break("", f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}")] = None
-    return list(found)
+        breaks[Break("", f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}")] = None
+    return list(breaks)

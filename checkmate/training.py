@@ -130,42 +130,42 @@ def training_step(
         ("process_group=", updates.exchange, 'the step itself averages what it reduces, Partial("avg")'),
     ]
     has_shards = any(map(is_shard, parameters_of(updates.optimizers)))
-    for name, given, instead in whole:
-        if has_shards and given is not None:
+    for name, value, instead in whole:
+        if has_shards and value is not None:
             raise Unsupported(
                 f"{name} looks at whole gradients, and of parameters that are a DTensor each rank has a shard. Without "
                 f"it: {instead}. Or update outside of the plan, as plainly: loss.backward(), optimizer.step(), with "
                 "checkmate.compile(model, budget=..., reserve=the bytes of gradients and states)."
             )
-    asked = Options.of(training_step, CompileOptions.__optional_keys__, options, budget)
+    settings = Options.of(training_step, CompileOptions.__optional_keys__, options, budget)
     is_one_call = accumulate == 1 and updates.scaling is None and updates.average is None
-    if asked.verify and not is_one_call:
+    if settings.verify and not is_one_call:
         raise ValueError("verify=True compares one call and its update, without accumulate, scaler or ema.")
     if device is not None:
-        asked = _placed(device, updates, loss_fn, asked, has_shards=has_shards)
-    if asked.verify and asked.kernels == "fused":
+        settings = _placed(device, updates, loss_fn, settings, has_shards=has_shards)
+    if settings.verify and settings.kernels == "fused":
         raise ValueError('verify=True compares with plain PyTorch, whose bits kernels="fused" does not promise.')
-    can_compare = is_one_call and asked.kernels != "fused"
-    verify = not is_tried() and can_compare if asked.verify is None else asked.verify
-    return TrainingStep(loss_fn, updates, accumulate, replace(asked, verify=verify))
+    can_compare = is_one_call and settings.kernels != "fused"
+    verify = not is_tried() and can_compare if settings.verify is None else settings.verify
+    return TrainingStep(loss_fn, updates, accumulate, replace(settings, verify=verify))
 
 
 def _placed(
-    device: torch.device | str, updates: Updates, loss_fn: Callable[..., Any], asked: Options, *, has_shards: bool
+    device: torch.device | str, updates: Updates, loss_fn: Callable[..., Any], settings: Options, *, has_shards: bool
 ) -> Options:
     """Have a model on the CPU run on a device, or say why it cannot; give the options that hold then."""
-    there = checked_device(device)
-    refused = [
+    device = checked_device(device)
+    conflicts = [
         ("ranks that train together", has_shards or updates.exchange or wrapped_in(modules_within(loss_fn))),
         ("ema=", updates.average),
-        ("overlap=True", asked.overlap),
-        ("verify=True, for which a plain step would have to fit there,", asked.verify),
+        ("overlap=True", settings.overlap),
+        ("verify=True, for which a plain step would have to fit there,", settings.verify),
     ]
-    for option, given in refused:
-        if given:
-            raise Unsupported(f"device={str(there)!r} is not planned with {option}: leave out one of them.")
-    updates.place = Placement(there, functools.partial(modules_within, loss_fn), updates.optimizers, updates.sums)
-    return replace(asked, verify=False, host=asked.host or "pinned")
+    for option, value in conflicts:
+        if value:
+            raise Unsupported(f"device={str(device)!r} is not planned with {option}: leave out one of them.")
+    updates.place = Placement(device, functools.partial(modules_within, loss_fn), updates.optimizers, updates.sums)
+    return replace(settings, verify=False, host=settings.host or "pinned")
 
 
 class TrainingStep(Planned):
@@ -182,10 +182,10 @@ class TrainingStep(Planned):
         self._second_memories, self._planner = options.second_memories, Planner(options)  # of both kinds of calls
         self._plan_anew()
         functools.update_wrapper(self, loss_fn, updated=())
-        this = weakref.ref(self)
+        reference = weakref.ref(self)
 
         def forget(optimizer: optim.Optimizer) -> None:
-            if (step := this()) is not None:
+            if (step := reference()) is not None:
                 step._left, step._torn = None if accumulate > 1 else step._left, ""
 
         for optimizer in updates.optimizers:
@@ -207,7 +207,7 @@ class TrainingStep(Planned):
         return Insert(self._updates)
 
     def on_device(self) -> AbstractContextManager[None]:
-        """Within the block, have a model that is at home on the CPU where its step runs."""
+        """Have a model that is at home on the CPU where its step runs, within the block."""
         return nullcontext() if self._updates.place is None else self._updates.place.on_device()
 
     def batch(self, arguments: Any) -> Any:
@@ -215,7 +215,7 @@ class TrainingStep(Planned):
         return arguments if self._updates.place is None else self._updates.place.batch(arguments)
 
     def as_captured(self) -> AbstractContextManager[None]:
-        """Within the block, keep a ``loss_fn`` wrapped for several ranks to its captured graph."""
+        """Keep a ``loss_fn`` wrapped for several ranks to its captured graph, within the block."""
         return as_their_modules(self._wrapped)
 
     @property
@@ -304,10 +304,10 @@ class TrainingStep(Planned):
             args, kwargs = self.batch((args, kwargs))
             with self.on_device():
                 result = self._run(args, kwargs, last=last)
-            loss, *others = result if isinstance(result, tuple) else (result,)
+            loss, *extras = result if isinstance(result, tuple) else (result,)
             self._added = 0 if last else self._added + 1
             self._left = self._versions_now() if self._added else 0
-            return (loss.detach(), *others) if isinstance(result, tuple) else loss.detach()
+            return (loss.detach(), *extras) if isinstance(result, tuple) else loss.detach()
 
     def _run(self, args: Any, kwargs: Any, *, last: bool) -> Any:
         """Run forward and backward, and with the last call of an update that; give ``loss_fn``'s result."""
@@ -318,9 +318,9 @@ class TrainingStep(Planned):
         loss = result[0] if isinstance(result, tuple) else result
         if not isinstance(loss, torch.Tensor) or not loss.requires_grad:
             is_tensor = isinstance(loss, torch.Tensor)
-            given = f"tensor of shape {tuple(loss.shape)} without a gradient" if is_tensor else type(loss).__name__
+            kind = f"tensor of shape {tuple(loss.shape)} without a gradient" if is_tensor else type(loss).__name__
             raise Unsupported(
-                f"loss_fn gave a {given}; it gives a loss that depends on parameters, or a tuple that begins with one."
+                f"loss_fn gave a {kind}; it gives a loss that depends on parameters, or a tuple that begins with one."
             )
         if any(map(is_stand_in, tree_leaves(result))):
             raise Unsupported(
@@ -329,13 +329,13 @@ class TrainingStep(Planned):
             )
         # Backward: it updates parameters as their gradients are complete.
         refuse_hooks(updates.optimizers)  # loss_fn may have registered some
-        scaled = loss if updates.scaling is None else updates.scaling.scaler.scale(loss)
+        scaled_loss = loss if updates.scaling is None else updates.scaling.scaler.scale(loss)
         if updates.sums is not None:
             updates.sums.make_rooms()
         if last:
             updates.begin()
         try:
-            scaled.backward()
+            scaled_loss.backward()
             if last:
                 updates.finish()
         except BaseException:
@@ -348,9 +348,9 @@ class TrainingStep(Planned):
     @contextmanager
     def _alone(self) -> Iterator[None]:
         """Refuse calls from other threads within the block: two updates of the same parameters would mix."""
-        this = threading.get_ident(), object()
-        running = self._running.setdefault("call", this)  # at once, whatever other threads do
-        if running[0] != this[0]:
+        call = threading.get_ident(), object()
+        running = self._running.setdefault("call", call)  # at once, whatever other threads do
+        if running[0] != call[0]:
             raise Unsupported(
                 "Another thread is in a call of this training step, which runs one call at a time: each updates the "
                 "parameters that the next one reads. Call it from one thread, or within a threading.Lock. For threads "
@@ -360,7 +360,7 @@ class TrainingStep(Planned):
         try:
             yield
         finally:
-            if running is this:  # and not a call within one, as verify makes it
+            if running is call:  # and not a call within one, as verify makes it
                 self._running.clear()
 
     def _begin(self) -> None:

@@ -136,16 +136,16 @@ def parse_rate(rate: float | str) -> float:
         raise ValueError(f"A rate is a number of bytes per second, such as '55 GB/s', not {rate!r}.") from None
 
 
-def check_positive(name: str, given: Any, of: str = "", most: float = sys.float_info.max) -> None:
-    """Raise a ValueError unless it is a positive number of at most ``most``.
+def check_positive(name: str, value: Any, unit: str = "", most: float = sys.float_info.max) -> None:
+    """Raise a ValueError unless the value is a positive number of at most ``most``.
 
     >>> check_positive("time_limit", "60s", " of seconds")
     Traceback (most recent call last):
     ValueError: time_limit is a positive number of seconds, not '60s'.
     """
-    is_number = isinstance(given, numbers.Real) and not isinstance(given, bool)
-    if not is_number or not 0 < given <= most:
-        raise ValueError(f"{name} is a positive number{of}, not {given!r}.")
+    is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    if not is_number or not 0 < value <= most:
+        raise ValueError(f"{name} is a positive number{unit}, not {value!r}.")
 
 
 def format_bytes(count: float, *, up: bool = False) -> str:

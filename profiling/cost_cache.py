@@ -86,8 +86,8 @@ def read(path: str | os.PathLike[str]) -> OpTable:
         InvalidProblem: if it is no such file.
         OSError: if it cannot be read.
     """
-    versions, what = range(1, VERSION + 1), "table of measured ops"
-    document = files.read_json(Path(path), format=FORMAT, versions=versions, what=what, most=MOST_FILE_BYTES)
+    versions, kind = range(1, VERSION + 1), "table of measured ops"
+    document = files.read_json(Path(path), format=FORMAT, versions=versions, what=kind, most=MOST_FILE_BYTES)
     try:
         conditions = Conditions(**document["place"])
         texts = (conditions.device, conditions.torch, conditions.settings)
@@ -127,32 +127,32 @@ def load(conditions: Conditions, keys: Iterable[str] | None = None) -> Costs:
     """The costs of ops, by default all, on disk for these conditions; empty, with a warning, if that fails."""
     at = f"{json.dumps(asdict(conditions))} "  # prefix of the keys under these conditions
     try:
-        with files.rows(TABLE) as kept:
-            found = kept.beginning(at) if keys is None else kept.get(at + key for key in keys)
+        with files.rows(TABLE) as rows:
+            costs = rows.beginning(at) if keys is None else rows.get(at + key for key in keys)
     except OSError as error:
         log.warning("Ops are measured anew: %s", error)
         return {}
-    return {key.removeprefix(at): None if cost is None else _cost(*cost) for key, cost in found.items()}
+    return {key.removeprefix(at): None if cost is None else _cost(*cost) for key, cost in costs.items()}
 
 
 def store(conditions: Conditions, ops: Costs, *, without: Collection[str] = ()) -> None:
     """Add ops to the disk and drop others; the latest cost of an op counts. A warning says if that fails."""
     at = f"{json.dumps(asdict(conditions))} "  # prefix of the keys under these conditions
     try:
-        with files.rows(TABLE, write=True) as kept:
-            kept.drop(at + key for key in without)
-            kept.put({at + key: _as_list(cost) for key, cost in ops.items()})
+        with files.rows(TABLE, write=True) as rows:
+            rows.drop(at + key for key in without)
+            rows.put({at + key: _as_list(cost) for key, cost in ops.items()})
     except OSError as error:
         log.warning("What was measured is not kept for the next time: %s", error)
 
 
 def recall(keys: Collection[OpKey]) -> dict[OpKey, OpCost | None]:
     """The known costs of ops: those measured by this process go before those on disk."""
-    found = {key: _known[key] for key in keys if key in _known}
+    costs = {key: _known[key] for key in keys if key in _known}
     for conditions in {at for at, _ in keys}:
-        missing = [key for at, key in keys if at == conditions and (at, key) not in found]
-        found |= {(conditions, key): cost for key, cost in load(conditions, missing).items()}
-    return found
+        missing = [key for at, key in keys if at == conditions and (at, key) not in costs]
+        costs |= {(conditions, key): cost for key, cost in load(conditions, missing).items()}
+    return costs
 
 
 def all_known(conditions: Conditions) -> Costs:

@@ -45,8 +45,8 @@ class Device:
     def __post_init__(self) -> None:
         figures = (self.bandwidth, self.block_bytes, self.compute_efficiency, self.memory_efficiency)
         links = self.link, self.host_link
-        rest = (self.latency, self.host, self.processors, self.clock, self.cache_bytes)
-        if not all(figure > 0 for figure in (*figures, *links, *self.flops.values())) or min(rest) < 0:
+        amounts = (self.latency, self.host, self.processors, self.clock, self.cache_bytes)
+        if not all(figure > 0 for figure in (*figures, *links, *self.flops.values())) or min(amounts) < 0:
             raise ValueError(f"The rates, sizes and shares of {self.name!r} must be positive, and its latency not < 0.")
         if self.processors and not self.clock:
             raise ValueError(f"{self.name!r} has processors, and no clock.")
@@ -226,12 +226,12 @@ def device_named(name: str) -> Device:
     >>> device_named("RTX 4090").name, device_named("4090").name
     ('NVIDIA GeForce RTX 4090', 'NVIDIA GeForce RTX 4090')
     """
-    plain = {re.sub(r"[^a-z0-9]", "", known.lower()): known for known in DEVICES}
-    asked = re.sub(r"[^a-z0-9]|nvidia|geforce", "", str(name).lower())
-    asked = f"rtx{asked}" if asked.isdecimal() else asked
-    if name in DEVICES or asked in plain:
-        return DEVICES[name if name in DEVICES else plain[asked]]
-    near = [plain[one] for one in get_close_matches(asked, plain, 2)]
+    plain = {re.sub(r"[^a-z0-9]", "", device_name.lower()): device_name for device_name in DEVICES}
+    key = re.sub(r"[^a-z0-9]|nvidia|geforce", "", str(name).lower())
+    key = f"rtx{key}" if key.isdecimal() else key
+    if name in DEVICES or key in plain:
+        return DEVICES[name if name in DEVICES else plain[key]]
+    near = [plain[match] for match in get_close_matches(key, plain, 2)]
     meant = f"Did you mean {' or '.join(map(repr, near))}? " if near else ""
     raise ValueError(
         f"There is no device {name!r}. {meant}There are {', '.join(DEVICES)}. For another card name one like it, and "

@@ -104,34 +104,34 @@ def measured(joint: Joint, *, cache: bool = True) -> Profile:
                 )
     keys = keys_of(joint)
     nodes = {key: node for key, node in zip(keys, joint.nodes, strict=True) if key and node}
-    known = cost_cache.recall(nodes) if cache else {}
-    new = {key: node for key, node in nodes.items() if _is_new(key, node, known)}
-    found: dict[OpKey, OpCost | None] = {key: None for key, node in new.items() if not runs_alone(node)}
+    cached = cost_cache.recall(nodes) if cache else {}
+    new = {key: node for key, node in nodes.items() if _is_new(key, node, cached)}
+    costs: dict[OpKey, OpCost | None] = {key: None for key, node in new.items() if not runs_alone(node)}
     # Run the others outside of tracing, with a line that tells how many are measured.
-    todo = {key: node for key, node in new.items() if key not in found}
+    todo = {key: node for key, node in new.items() if key not in costs}
     done: dict[OpKey, OpCost | None] = {}
     if todo:
         began, devices = time.perf_counter(), {device_of_op(node) for node in todo.values()}
         line = showing(lambda: f"measuring {len(done)} of {len(todo)} ops", share=lambda: len(done) / len(todo))
         with line, outside_tracing(), not_compiling(), torch.no_grad(), same_random_state(*devices):
-            for key, cost in measure_ops(todo, known):
+            for key, cost in measure_ops(todo, cached):
                 done[key] = cost  # noqa: PERF403  # one by one: the line counts them
         log.info("Measured %d distinct ops in %.1f s.", len(todo), time.perf_counter() - began)
-    found |= done
+    costs |= done
     if cache:
-        cost_cache.keep(found)
-    known = {key: cost for key, cost in known.items() if key not in new} | found  # without what has no room now
+        cost_cache.keep(costs)
+    cached = {key: cost for key, cost in cached.items() if key not in new} | costs  # without what has no room now
     where = {node: key[0] for key, node in zip(keys, joint.nodes, strict=True) if key and node}
     all_in = lru_cache(cost_cache.load)
     collectives = measured_collectives(joint.nodes, lambda node: all_in(where[node])) if cache else {}
     # Say which ops have no measured cost, and why.
-    lacking = {k: key for k, key in enumerate(keys) if key and known.get(key) is None and k not in collectives}
-    large = [k for k, key in lacking.items() if key not in known]
-    untried = [k for k, key in enumerate(keys) if key and not _is_tried(nodes[key], known.get(key))]
+    lacking = {k: key for k, key in enumerate(keys) if key and cached.get(key) is None and k not in collectives}
+    large = [k for k, key in lacking.items() if key not in cached]
+    untried = [k for k, key in enumerate(keys) if key and not _is_tried(nodes[key], cached.get(key))]
     if failed := sorted({target_name(nodes[key]) for k, key in lacking.items() if k not in large}):
         log.warning("Could not run these ops on their own, so their cost is estimated: %s", ", ".join(failed))
     source = "measured on " + " and ".join(sorted(map(str, {at for at, _ in nodes})))
-    profile = fill(joint, [None if key is None else known.get(key) for key in keys], source, collectives)
+    profile = fill(joint, [None if key is None else cached.get(key) for key in keys], source, collectives)
     more = f", {len(large)} too large to run alone in the memory that was free" if large else ""
     more += f"; {len(untried)} too large to be tried over an input" if untried else ""
     return replace(profile, source=profile.source + more)
@@ -174,17 +174,17 @@ def keys_of(joint: Joint) -> list[OpKey | None]:
     return [None if node is None else (conditions(device_of_op(node)), key_of(node)) for node in joint.nodes]
 
 
-def _is_new(key: OpKey, node: fx.Node, known: Mapping[OpKey, OpCost | None]) -> bool:
-    """Tell whether an op was not measured yet, or when fewer of its ways were known.
+def _is_new(key: OpKey, node: fx.Node, cached: Mapping[OpKey, OpCost | None]) -> bool:
+    """Tell whether an op is to be measured: it was not yet, or not on all arguments that it may write over.
 
     A convolution on CUDA runs in each process: cuDNN chooses, and may try out, a kernel at its first run, with
     workspaces as large as memory is free, which is not to be within a step. So does a kernel of Triton's that is tuned.
     Its seconds stay those that are known, by which a plan is found on disk.
     """
-    if key not in known or cost_cache.ran_here(key):
-        return key not in known
+    if key not in cached or cost_cache.ran_here(key):
+        return key not in cached
     chooses = is_convolution(node) or (isinstance(node.target, Launch) and node.target.tunes)
-    return (device_of_op(node).type != "cpu" and chooses) or not _is_tried(node, known[key])
+    return (device_of_op(node).type != "cpu" and chooses) or not _is_tried(node, cached[key])
 
 
 def _is_tried(node: fx.Node, cost: OpCost | None) -> bool:
@@ -210,10 +210,10 @@ def fill(
     nodes = {k: node for k, node in enumerate(joint.nodes) if node is not None}
     estimated = tuple(k for k in nodes if costs[k] is None and k not in collectives)
     scale = 1.0
-    if estimated and (known := [(cost, nodes[k]) for k, cost in enumerate(costs) if cost is not None and k in nodes]):
-        scale = median(cost.seconds / estimate(node) for cost, node in known)
+    if estimated and (pairs := [(cost, nodes[k]) for k, cost in enumerate(costs) if cost is not None and k in nodes]):
+        scale = median(cost.seconds / estimate(node) for cost, node in pairs)
 
-    def made(k: int, without: int | None = None) -> int:
+    def output_bytes(k: int, without: int | None = None) -> int:
         block = kind_of(device_of_op(nodes[k])).block_bytes
         return sum(as_allocated(graph.values[v].size_bytes, block) for v in graph.ops[k].outputs if v != without)
 
@@ -221,16 +221,16 @@ def fill(
         if (cost := costs[k]) is None:
             of_device = 1.0 if is_collective(node) else scale
             seconds[k] = collectives[k] if k in collectives else of_device * estimate(node)
-            workspace[k] = sum(graph.values[v].size_bytes for v in graph.ops[k].inputs) + made(k)
+            workspace[k] = sum(graph.values[v].size_bytes for v in graph.ops[k].inputs) + output_bytes(k)
         else:
-            seconds[k], workspace[k] = collectives.get(k, cost.seconds), max(0, cost.allocated_bytes - made(k))
+            seconds[k], workspace[k] = collectives.get(k, cost.seconds), max(0, cost.allocated_bytes - output_bytes(k))
     # An op may write over an argument where that was tried and left the same bits.
     ways = []
     for k, makes, over, position, slower in candidates(joint):
         cost = costs[k]
         allocated = None if cost is None else cost.over.get(position)
         if allocated is not None:
-            ways.append(InPlace(k, makes, over, max(0, allocated - made(k, without=makes)), slower))
+            ways.append(InPlace(k, makes, over, max(0, allocated - output_bytes(k, without=makes)), slower))
     if estimated:
         source += f"; {len(estimated)} op{'s' if len(estimated) > 1 else ''} estimated"
     return Profile(seconds, workspace, joint.resident_bytes, source, estimated, tuple(ways))
@@ -245,20 +245,20 @@ def estimate(node: fx.Node) -> float:
         return device.seconds(0, "float32", moved_bytes_of(node))
 
 
-def measure_ops(nodes: Nodes[K], known: Known[K] = MappingProxyType({})) -> Iterator[tuple[K, OpCost | None]]:
+def measure_ops(nodes: Nodes[K], cached: Known[K] = MappingProxyType({})) -> Iterator[tuple[K, OpCost | None]]:
     """The cost of each op with its key, device by device; None if it does not run on made-up inputs.
 
     Only one op's tensors exist at a time, beside the buffer; an op for which there is no memory is left out. An op
-    whose cost is ``known`` keeps its seconds if it takes as many bytes as then: a library that now chooses another
-    kernel mostly works in others.
+    whose cost is ``cached`` keeps its seconds if it takes as many bytes as then: where a library now chooses another
+    kernel, that mostly takes other bytes.
     """
     for device in sorted({device_of_op(node) for node in nodes.values()}, key=str):
-        there = {key: node for key, node in nodes.items() if device_of_op(node) == device}
+        on_device = {key: node for key, node in nodes.items() if device_of_op(node) == device}
         if device.type == "cpu":
-            yield from _measure_on_cpu(there, known)
+            yield from _measure_on_cpu(on_device, cached)
             continue
-        for key, node in there.items():
-            run = partial(attempt, node, partial(_measure_on_accelerator, node, known.get(key)))
+        for key, node in on_device.items():
+            run = partial(attempt, node, partial(_measure_on_accelerator, node, cached.get(key)))
             for cost in within_memory(run, named(node), ESTIMATED):
                 yield key, cost
 
@@ -267,23 +267,23 @@ def recorded_bytes(nodes: Nodes[K]) -> Iterator[tuple[K, OpCost | None]]:
     """The bytes of each op on the CPU, run once, and its ways; no seconds."""
     keys = [*nodes]
     for begin in range(0, len(keys), RECORDED_AT_ONCE):
-        some = keys[begin : begin + RECORDED_AT_ONCE]
-        found = aside(partial(_recorded, [nodes[key] for key in some], timed=False))
-        yield from zip(some, (next(iter(costs), None) for costs in found), strict=True)
+        batch = keys[begin : begin + RECORDED_AT_ONCE]
+        results = aside(partial(_recorded, [nodes[key] for key in batch], timed=False))
+        yield from zip(batch, (next(iter(costs), None) for costs in results), strict=True)
 
 
-def _known_seconds(known: OpCost | None, allocated: int) -> float | None:
-    return known.seconds if known is not None and known.allocated_bytes == allocated else None
+def _known_seconds(cost: OpCost | None, allocated: int) -> float | None:
+    return cost.seconds if cost is not None and cost.allocated_bytes == allocated else None
 
 
-def _measure_on_cpu(nodes: Nodes[K], known: Known[K]) -> Iterator[tuple[K, OpCost | None]]:
+def _measure_on_cpu(nodes: Nodes[K], cached: Known[K]) -> Iterator[tuple[K, OpCost | None]]:
     keys = [*nodes]
     for begin in range(0, len(keys), RECORDED_AT_ONCE):
-        some = keys[begin : begin + RECORDED_AT_ONCE]
-        for key, found in zip(some, aside(partial(_recorded, [nodes[key] for key in some])), strict=True):
-            for cost in found:
+        batch = keys[begin : begin + RECORDED_AT_ONCE]
+        for key, costs in zip(batch, aside(partial(_recorded, [nodes[key] for key in batch])), strict=True):
+            for cost in costs:
                 if cost is not None:
-                    seconds = _known_seconds(known.get(key), cost.allocated_bytes) or cost.seconds
+                    seconds = _known_seconds(cached.get(key), cost.allocated_bytes) or cost.seconds
                     cost = replace(cost, seconds=seconds or aside(partial(time_on_cpu, call_of(nodes[key]))))
                 yield key, cost
 
@@ -298,14 +298,14 @@ def _recorded(nodes: Sequence[fx.Node], *, timed: bool = True) -> list[list[OpCo
         return f"checkmate.op{'.'.join(map(str, numbers))}"
 
     def run_within(i: int) -> tuple[float, dict[int, bool]]:
-        run, now = call_of(nodes[i]), _clock()
+        run, clock = call_of(nodes[i]), _clock()
         if timed:
             run()  # the first run may fill caches
         with torch.profiler.record_function(span(i)):
-            began = now()
+            began = clock()
             run()
-            taken = now() - began
-        seconds = time_on_cpu(run, warm=True) if timed and taken > LONG else 0.0
+            elapsed = clock() - began
+        seconds = time_on_cpu(run, warm=True) if timed and elapsed > LONG else 0.0
 
         def within(position: int, call: Callable[[], Any]) -> Any:
             with torch.profiler.record_function(span(i, position)):
@@ -323,7 +323,7 @@ def _recorded(nodes: Sequence[fx.Node], *, timed: bool = True) -> list[list[OpCo
     with record_allocations() as recording:
         runs = [partial(attempt, node, partial(run_within, i)) for i, node in enumerate(nodes)]
         ran = [within_memory(run, named(node), ESTIMATED) for run, node in zip(runs, nodes, strict=True)]
-    return [[None if found is None else cost(i, *found) for found in some] for i, some in enumerate(ran)]
+    return [[None if outcome is None else cost(i, *outcome) for outcome in outcomes] for i, outcomes in enumerate(ran)]
 
 
 def time_on_cpu(run: Callable[[], Any], *, warm: bool = False) -> float:
@@ -333,14 +333,14 @@ def time_on_cpu(run: Callable[[], Any], *, warm: bool = False) -> float:
     """
     if not warm:
         run()
-    now = _clock()
+    clock = _clock()
     flush = torch.zeros(2 * _second_level_bytes(), dtype=torch.uint8)
     seconds: list[float] = []
     while not _is_enough(seconds):
         flush.add_(1)
-        began = now()
+        began = clock()
         run()
-        seconds.append(now() - began)
+        seconds.append(clock() - began)
     return median(seconds)
 
 
@@ -363,7 +363,7 @@ def _is_enough(seconds: Sequence[float]) -> bool:
     return (high - low) / len(seconds) ** 0.5 < STABLE * middle
 
 
-def _measure_on_accelerator(node: fx.Node, known: OpCost | None) -> OpCost:
+def _measure_on_accelerator(node: fx.Node, cached: OpCost | None) -> OpCost:
     device = device_of_op(node)
     counts: dict[int, int] = {}
     with torch.accelerator.device_index(device.index):
@@ -373,13 +373,13 @@ def _measure_on_accelerator(node: fx.Node, known: OpCost | None) -> OpCost:
         in_autograds_thread(device, run)  # which may choose another kernel
         count = partial(allocated_bytes, run, device)
         allocated = max(count(), in_autograds_thread(device, count))
-        seconds = _known_seconds(known, allocated)
+        seconds = _known_seconds(cached, allocated)
         seconds = time_on_accelerator(run, device) if seconds is None else seconds
 
         def counted(position: int, call: Callable[[], Any]) -> Any:
-            made: list[Any] = []
-            counts[position] = allocated_bytes(lambda: made.append(call()), device)
-            return made[0]
+            results: list[Any] = []
+            counts[position] = allocated_bytes(lambda: results.append(call()), device)
+            return results[0]
 
         ways = ways_of(node, run, counted)
         return OpCost(seconds, allocated, {p: counts[p] if does else None for p, does in ways.items()})
@@ -394,19 +394,19 @@ def allocated_bytes(run: Callable[[], Any], device: torch.device) -> int:
     """
     torch.accelerator.reset_peak_memory_stats(device)
     before = torch.accelerator.memory_stats(device)
-    made = run()
-    found = torch.accelerator.memory_stats(device)
-    given, asked, blocks = (
-        found[f"{what}.all.peak"] - before[f"{what}.all.current"]
-        for what in ("allocated_bytes", "requested_bytes", "allocation")
+    results = run()
+    after = torch.accelerator.memory_stats(device)
+    allocated, requested, blocks = (
+        after[f"{statistic}.all.peak"] - before[f"{statistic}.all.current"]
+        for statistic in ("allocated_bytes", "requested_bytes", "allocation")
     )
     block = kind_of(device).block_bytes
     storages = {
-        t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors(made) if t.device == device
+        t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors(results) if t.device == device
     }
-    if asked == sum(storages.values()):
+    if requested == sum(storages.values()):
         return sum(as_allocated(size, block) for size in storages.values())
-    return min(given, asked + blocks * block)
+    return min(allocated, requested + blocks * block)
 
 
 def time_on_accelerator(run: Callable[[], Any], device: torch.device) -> float:

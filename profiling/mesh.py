@@ -149,7 +149,7 @@ class Layout:
             match = _KEY.fullmatch(key)
             if match and match["layout"] == str(self) and cost is not None:
                 points.setdefault(match["collective"], []).append((int(match["whole"]), cost.seconds))
-        return CollectiveTable(self.ranks, {name: tuple(sorted(of)) for name, of in points.items()})
+        return CollectiveTable(self.ranks, {name: tuple(sorted(pairs)) for name, pairs in points.items()})
 
 
 def layout_of(group: dist.ProcessGroup | None = None) -> Layout:
@@ -199,24 +199,23 @@ def measure_collectives(
     conditions = conditions_on(device)
     # The group's first rank tells what it knows, so that all ranks measure the same.
     costs = load(conditions) if cache else {}
-    told = [{key: cost for key, cost in costs.items() if _KEY.fullmatch(key)}]
-    dist.broadcast_object_list(told, group=group, group_src=0, device=device)
-    (known,) = told
+    message = [{key: cost for key, cost in costs.items() if _KEY.fullmatch(key)}]
+    dist.broadcast_object_list(message, group=group, group_src=0, device=device)
+    (known_costs,) = message
     wholes = sorted({-(-size // (4 * layout.ranks)) * 4 * layout.ranks for size in sizes})
-    found: dict[str, OpCost | None] = {}
+    new_costs: dict[str, OpCost | None] = {}
     for name in COLLECTIVES:
         for whole in wholes:
-            if (key := layout.key(name, whole)) not in known:
+            if (key := layout.key(name, whole)) not in known_costs:
                 seconds = _seconds(name, whole, layout.ranks, group, device)
-                found[key] = OpCost(seconds, whole if name == ALL_GATHER else 0)
-    if cache and found:
-        store(conditions, found)
-    return layout.table({**known, **found})
+                new_costs[key] = OpCost(seconds, whole if name == ALL_GATHER else 0)
+    if cache and new_costs:
+        store(conditions, new_costs)
+    return layout.table({**known_costs, **new_costs})
 
 
 def _seconds(collective: str, whole: int, ranks: int, group: dist.ProcessGroup | None, device: torch.device) -> float:
     """Seconds of one collective on zeros, begun by all ranks together, on the slowest rank."""
-    # The collective on zeros.
     all_of_it, part = (torch.zeros(whole // 4 // n, dtype=torch.float32, device=device) for n in (1, ranks))
     run: Callable[[], object] = {
         ALL_GATHER: lambda: dist.all_gather_into_tensor(all_of_it, part, group),
@@ -294,7 +293,7 @@ def measured_collectives(nodes: Sequence[fx.Node | None], costs_of: Callable[[fx
     ``costs_of``: what was measured under the conditions that a node runs under.
     """
     tables: dict[tuple[int, Layout], CollectiveTable] = {}
-    found: dict[int, float] = {}
+    measured: dict[int, float] = {}
     for k, node in enumerate(nodes):
         collective = None if node is None else collective_of(node)
         if node is None or collective is None or (layout := layout_of_node(node)) is None:
@@ -304,5 +303,5 @@ def measured_collectives(nodes: Sequence[fx.Node | None], costs_of: Callable[[fx
             tables[id(costs), layout] = layout.table(costs)
         seconds = tables[id(costs), layout].seconds(collective.name, collective.whole_bytes)
         if seconds is not None:
-            found[k] = seconds
-    return found
+            measured[k] = seconds
+    return measured

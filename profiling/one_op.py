@@ -74,9 +74,9 @@ def key_of(node: fx.Node) -> str:
     def describe(arg: Any) -> Any:
         if isinstance(arg, fx.Node) and (body := body_of(arg)) is not None:
             return f"graph {sha256(text_of(body, describe).encode()).hexdigest()[:16]}"
-        what = arg.meta.get("val") if isinstance(arg, fx.Node) else arg
-        is_several = isinstance(arg, fx.Node) and not isinstance(what, torch.Tensor)
-        return tree_map(_describe, what) if is_several else _describe(what)
+        value = arg.meta.get("val") if isinstance(arg, fx.Node) else arg
+        is_several = isinstance(arg, fx.Node) and not isinstance(value, torch.Tensor)
+        return tree_map(_describe, value) if is_several else _describe(value)
 
     name = target_name(node)
     if isinstance(node.target, (Launch, Kernel)):
@@ -141,21 +141,21 @@ def _running_both(body: Any) -> Any:
     """A graph of a higher-order op that runs both branches of each ``cond`` in it."""
     graph = fx.Graph()
     graph.output(graph.graph_copy(body.graph, {}))
-    made = fx.GraphModule(body, graph)
+    module = fx.GraphModule(body, graph)
     for node in graph.nodes:
         if node.target is cond:
             node.target = _both_ways
         elif (inner := body_of(node)) is not None:
-            setattr(made, str(node.target), _running_both(inner))
-    made.recompile()
-    return made
+            setattr(module, str(node.target), _running_both(inner))
+    module.recompile()
+    return module
 
 
-def _both_ways(chosen: Any, *given: Any) -> Any:
+def _both_ways(chosen: Any, *operands: Any) -> Any:
     """Run both branches of a ``cond``, as either may run in a step: its bytes are the larger one's."""
     if isinstance(chosen, torch.Tensor):
-        cond(torch.zeros_like(chosen), *given)
-    return cond(chosen, *given)
+        cond(torch.zeros_like(chosen), *operands)
+    return cond(chosen, *operands)
 
 
 def make_up(leaf: Any, bound: int | None = None) -> Any:
@@ -183,24 +183,24 @@ def _index_bounds(node: fx.Node) -> dict[fx.Node, int]:
     # By kind of op: which argument holds indices, and into how many entries.
     args: tuple[Any, ...] = node.args
     packet = packet_of(node.target)
-    found: dict[Any, int] = {}
+    bounds: dict[Any, int] = {}
     if packet is aten.embedding:
-        found[args[1]] = _size(args[0], 0)
+        bounds[args[1]] = _size(args[0], 0)
     elif packet is aten.embedding_dense_backward:
-        found[args[1]] = args[2]
+        bounds[args[1]] = args[2]
     elif packet in _ALONG:
-        found[args[2]] = _size(args[0], args[1])
+        bounds[args[2]] = _size(args[0], args[1])
     elif packet in _BY_DIMENSION:
         for dim, index in enumerate(args[1]):
             if isinstance(index, fx.Node):
-                found[index] = min(_size(args[0], dim), found.get(index, _size(args[0], dim)))
+                bounds[index] = min(_size(args[0], dim), bounds.get(index, _size(args[0], dim)))
     elif packet in _TARGETS:
         scores, targets = (args[i] for i in _TARGETS[packet])
-        found[targets] = _size(scores, min(1, scores.meta["val"].dim() - 1))
+        bounds[targets] = _size(scores, min(1, scores.meta["val"].dim() - 1))
     elif packet in _POOLED:
         x, indices, dims = _POOLED[packet]
-        found[args[indices]] = args[x].meta["val"].shape[-dims:].numel()
-    return {index: bound for index, bound in found.items() if isinstance(index, fx.Node)}
+        bounds[args[indices]] = args[x].meta["val"].shape[-dims:].numel()
+    return {index: bound for index, bound in bounds.items() if isinstance(index, fx.Node)}
 
 
 def _size(node: Any, dim: int) -> int:

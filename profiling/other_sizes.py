@@ -42,14 +42,14 @@ ROWS = (
 _KEYS = WeakKeyDictionary[Joint, Any]()  # of steps that were measured, with estimates of ops by their keys
 
 
-def profile_at(joint: Joint, known: Joint, profile: Profile, *, cache: bool = True) -> Profile:
-    """The profile of a step at other sizes, by its measured profile at the sizes of ``known``.
+def profile_at(joint: Joint, reference: Joint, profile: Profile, *, cache: bool = True) -> Profile:
+    """The profile of a step at other sizes, by its measured profile at the sizes of ``reference``.
 
     Both have the same ops and values, in the same order. ``cache``: take what was measured before.
     """
-    if known not in _KEYS:
-        _KEYS[known] = keys_of(known), {}
-    graph, keys, (then, estimates) = joint.graph, keys_of(joint), _KEYS[known]
+    if reference not in _KEYS:
+        _KEYS[reference] = keys_of(reference), {}
+    graph, keys, (then, estimates) = joint.graph, keys_of(joint), _KEYS[reference]
     other = {k: key for k, key in enumerate(keys) if key is not None and (then[k] is None or key[1] != then[k][1])}
     # The bytes of each distinct op that may need others here.
     needed = profile.workspace_bytes.copy()
@@ -59,13 +59,13 @@ def profile_at(joint: Joint, known: Joint, profile: Profile, *, cache: bool = Tr
     unknown = {
         key: node
         for (key, _, need), k in alike.items()
-        if (node := joint.nodes[k]) is not None and not _has_same_needs(node, known.nodes[k], need)
+        if (node := joint.nodes[k]) is not None and not _has_same_needs(node, reference.nodes[k], need)
     }
     counted = _counted(unknown, cost_cache.recall(unknown.keys()) if cache else {})
     seconds, workspace = profile.seconds.copy(), profile.workspace_bytes.copy()
     ratios: dict[OpKey, float] = {}
     for k, key in other.items():
-        node, before, op = joint.nodes[k], known.nodes[k], graph.ops[k]
+        node, before, op = joint.nodes[k], reference.nodes[k], graph.ops[k]
         assert node is not None
         assert before is not None
         if key not in ratios:
@@ -75,11 +75,11 @@ def profile_at(joint: Joint, known: Joint, profile: Profile, *, cache: bool = Tr
             ratios[key] = estimate(node) / was if was else 1.0
         seconds[k] *= ratios[key]
         if key in counted:
-            cost, made = counted[key], sum(graph.values[v].size_bytes for v in op.outputs)
+            cost, output_bytes = counted[key], sum(graph.values[v].size_bytes for v in op.outputs)
             if cost is None:  # it does not run alone: all that it touches
-                workspace[k] = made + sum(graph.values[v].size_bytes for v in op.inputs)
+                workspace[k] = output_bytes + sum(graph.values[v].size_bytes for v in op.inputs)
             else:
-                workspace[k] = max(0, cost.allocated_bytes - made)
+                workspace[k] = max(0, cost.allocated_bytes - output_bytes)
     # What an op may write over: where it was tried at these sizes, or is pointwise and was tried at others.
     held, ways = {(way.op, way.over): way for way in profile.ways}, []
     for k, makes, over, position, slower in candidates(joint):
@@ -91,8 +91,8 @@ def profile_at(joint: Joint, known: Joint, profile: Profile, *, cache: bool = Tr
                 ways.append(InPlace(k, makes, over, max(0, allocated - beside), slower))
         elif (k, over) in held:
             ways.append(held[k, over])
-    about = {"seconds": seconds, "workspace_bytes": workspace, "resident_bytes": joint.resident_bytes}
-    return replace(profile, **about, ways=tuple(ways))
+    fields = {"seconds": seconds, "workspace_bytes": workspace, "resident_bytes": joint.resident_bytes}
+    return replace(profile, **fields, ways=tuple(ways))
 
 
 def _counted(nodes: Mapping[OpKey, fx.Node], counted: dict[OpKey, OpCost | None]) -> dict[OpKey, OpCost | None]:
@@ -101,9 +101,9 @@ def _counted(nodes: Mapping[OpKey, fx.Node], counted: dict[OpKey, OpCost | None]
     counted |= {key: None for key, node in todo.items() if not runs_alone(node)}
     todo = {key: node for key, node in todo.items() if key not in counted}
     on_cpu = {key: node for key, node in todo.items() if device_of_op(node).type == "cpu"}
-    others = {key: node for key, node in todo.items() if key not in on_cpu}
-    with outside_tracing(), not_compiling(), torch.no_grad(), same_random_state(*map(device_of_op, others.values())):
-        return counted | dict(recorded_bytes(on_cpu)) | dict(measure_ops(others))
+    on_device = {key: node for key, node in todo.items() if key not in on_cpu}
+    with outside_tracing(), not_compiling(), torch.no_grad(), same_random_state(*map(device_of_op, on_device.values())):
+        return counted | dict(recorded_bytes(on_cpu)) | dict(measure_ops(on_device))
 
 
 def _has_same_needs(node: fx.Node, before: fx.Node | None, needed: int) -> bool:

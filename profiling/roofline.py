@@ -163,15 +163,15 @@ def flop_of(node: fx.Node) -> int:
     packet = packet_of(node.target)
     if (of_parts := estimate(node)) is not None:
         return of_parts.flop
-    given: Any = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta.get("val"))
-    args, kwargs = given
+    arguments: Any = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta.get("val"))
+    args, kwargs = arguments
     of_convolution = flop_registry[aten.convolution]
     if packet is convolution_backward_input:  # as many as for the forward
         grad, weight, shape, _, *geometry = args
         return int(of_convolution(grad.new_empty(shape), weight, None, *geometry, out_val=grad))
     if packet is aten.convolution_backward:  # as many for each of two gradients; PyTorch's formula forgets the groups
-        grad, x, weight, _, *geometry, wanted = args
-        return sum(wanted[:2]) * int(of_convolution(x, weight, None, *geometry, out_val=grad))
+        grad, x, weight, _, *geometry, output_mask = args
+        return sum(output_mask[:2]) * int(of_convolution(x, weight, None, *geometry, out_val=grad))
     if (of_attention := _FLEX.get(str(node.target))) is not None:
         return int(of_attention(*args))
     formula = flop_registry.get(_SAME_FLOP.get(packet, packet))
@@ -189,8 +189,8 @@ def moved_bytes_of(node: fx.Node) -> int:
     written = sum(_bytes(t) for t in tensors(node.meta.get("val")) if storage(t) not in inputs)
     if packet_of(node.target) in _PICK:
         source: Any = node.args[0]
-        others = sum(count for n, count in read.items() if n is not source)
-        return written + others + min(read[source], written + others)
+        other_bytes = sum(count for n, count in read.items() if n is not source)
+        return written + other_bytes + min(read[source], written + other_bytes)
     return written + sum(read.values()) + (node.target.moved if isinstance(node.target, (PlannedOp, Kernel)) else 0)
 
 
@@ -274,8 +274,8 @@ def kernel_seconds(node: fx.Node, device: Device, flop: int, dtype: str, moved_b
         # Told that no position sees a later one, its kernels leave these products out.
         schema = getattr(node.target, "_schema", None)
         names = [argument.name for argument in schema.arguments] if schema is not None else []
-        given = dict(zip(names, node.args, strict=False)) | node.kwargs
-        computing = flop * (0.5 if given.get("is_causal", False) else 1) / (ATTENTION * rate)
+        arguments = dict(zip(names, node.args, strict=False)) | node.kwargs
+        computing = flop * (0.5 if arguments.get("is_causal", False) else 1) / (ATTENTION * rate)
     else:
         computing = flop / (device.compute_efficiency * rate)
     return device.latency + math.hypot(computing, moving)

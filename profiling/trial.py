@@ -115,12 +115,12 @@ def _try(node: fx.Node, run: partial[Any], count: Count, does: dict[int, bool]) 
 def _is_same(node: fx.Node, call: Call, over: torch.Tensor, plain: list[torch.Tensor]) -> bool:
     """Tell whether a call over an argument leaves there the bits that the plain call made."""
     where = over.data_ptr(), over.untyped_storage().nbytes()
-    made = attempt(node, lambda: tensors(call()))
-    if made is None or len(made) != len(plain):
+    results = attempt(node, lambda: tensors(call()))
+    if results is None or len(results) != len(plain):
         return False
-    first = made[0].data_ptr(), made[0].untyped_storage().nbytes()
+    first = results[0].data_ptr(), results[0].untyped_storage().nbytes()
     return first == where and all(
-        a.stride() == b.stride() and same_bytes(a, b) for a, b in zip(made, plain, strict=True)
+        a.stride() == b.stride() and same_bytes(a, b) for a, b in zip(results, plain, strict=True)
     )
 
 
@@ -174,8 +174,8 @@ def tried_here(joint: Joint, profile: Profile) -> Profile:
     def holds(op: int, over: int) -> bool:
         node, instead = joint.nodes[op], "it does not run block by block over an input"
         assert node is not None
-        found = _once("ways", node, lambda: ways_of(node, call_of(node), lambda position, call: call()), instead) or {}
-        return found.get(position_of(joint, op, over), False)
+        bits = _once("ways", node, lambda: ways_of(node, call_of(node), lambda position, call: call()), instead) or {}
+        return bits.get(position_of(joint, op, over), False)
 
     ways = tuple(way for way in profile.ways if not way.slower or holds(way.op, way.over))
     return profile if ways == profile.ways else replace(profile, ways=ways)
@@ -215,8 +215,8 @@ def runs_well(node: fx.Node, *, same_bits: bool, sizes: tuple[int, ...] = (), an
         try:
             return bool(compile(*args))
         except RuntimeError as error:
-            told = str(error).strip().partition("\n")[0]
-            log.warning("The kernel of %s is not compiled, its ops run one by one: %s", named(node), told)
+            reason = str(error).strip().partition("\n")[0]
+            log.warning("The kernel of %s is not compiled, its ops run one by one: %s", named(node), reason)
             return False
 
     sets: tuple[str, ...] = (*SETS, "all", "drawn") if same_bits else SETS[-1:]
@@ -236,10 +236,10 @@ def runs_well(node: fx.Node, *, same_bits: bool, sizes: tuple[int, ...] = (), an
             _fill_all(numbers, name, run)
             for tensor in filter(torch.is_floating_point, numbers if name == "drawn" else ()):
                 flat(tensor).copy_(flat(made_up(tensor, draw, seed=0)))
-            made = run()
-            if not _lie_alike(made, node.meta["val"], run.args):
+            results = run()
+            if not _lie_alike(results, node.meta["val"], run.args):
                 return False
-            if same_bits and not all(map(_same_numbers, made, target.ops(*run.args))):
+            if same_bits and not all(map(_same_numbers, results, target.ops(*run.args))):
                 return False
         return True
 
@@ -249,13 +249,13 @@ def runs_well(node: fx.Node, *, same_bits: bool, sizes: tuple[int, ...] = (), an
     return is_good
 
 
-def _lie_alike(made: Any, like: Any, given: Any) -> bool:
+def _lie_alike(results: Any, like: Any, arguments: Any) -> bool:
     """Tell whether results lie in memory of their own as fake ones say."""
-    memory = [t.untyped_storage().data_ptr() for t in tensors((made, given)) if t.numel()]
+    memory = [t.untyped_storage().data_ptr() for t in tensors((results, arguments)) if t.numel()]
     return len({*memory}) == len(memory) and all(
         (a.shape, a.dtype) == (b.shape, b.dtype)
         and all(s == t or n < 2 for n, s, t in zip(a.shape, a.stride(), b.stride(), strict=True))
-        for a, b in zip(made, like, strict=True)
+        for a, b in zip(results, like, strict=True)
     )
 
 
@@ -291,11 +291,11 @@ def same_again(node: fx.Node) -> bool:
     def trial() -> bool:
         run, device, draw = call_of(node), device_of_op(node), Drawn(node.target)
         saved = save_device_state(device)
-        given = {**run.keywords, "on": device, "saved": saved}
-        first = tensors(draw(*run.args, **given))
-        now = save_device_state(device)
-        again = tensors(drawn_again(draw)(*run.args, **given))
-        pairs = zip((now, *first), (save_device_state(device), *again), strict=True)
+        keywords = {**run.keywords, "on": device, "saved": saved}
+        first = tensors(draw(*run.args, **keywords))
+        state = save_device_state(device)
+        again = tensors(drawn_again(draw)(*run.args, **keywords))
+        pairs = zip((state, *first), (save_device_state(device), *again), strict=True)
         return saved.nbytes == DEVICE_STATE_BYTES and all(itertools.starmap(same_bytes, pairs))
 
     return bool(_once("again", node, trial, "it runs once"))
@@ -310,8 +310,8 @@ def _once(name: str, node: fx.Node, trial: Callable[[], T], instead: str) -> T |
     key = name, (conditions_on(device), key_of(node))
     if key not in _known:
         with outside_tracing(), torch.no_grad(), same_random_state(device):
-            found = within_memory(partial(attempt, node, trial), named(node), instead)
-        if not found:
+            outcome = within_memory(partial(attempt, node, trial), named(node), instead)
+        if not outcome:
             return None
-        _known[key] = found[0]
+        _known[key] = outcome[0]
     return _known[key]

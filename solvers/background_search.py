@@ -57,13 +57,13 @@ class Search(BackgroundProcess):
 
     level, failed = logging.WARNING, "Planning beside the training has failed; the step keeps its plan. %s"
 
-    def __init__(self, rest: Query) -> None:
+    def __init__(self, query: Query) -> None:
         # Another process gets no PyTorch objects, and a thread holds none as long as the search goes on.
-        assert isinstance(rest.start, Solution)
-        problem = replace(rest.problem, codegen=None, next_split=None)
-        self.query = replace(rest, problem=problem, start=replace(rest.start, problem=problem, details={}))
+        assert isinstance(query.start, Solution)
+        problem = replace(query.problem, codegen=None, next_split=None)
+        self.query = replace(query, problem=problem, start=replace(query.start, problem=problem, details={}))
         super().__init__(search, self.query)
-        self.news = News(rest.start.cost, rest.start.bound, 0.0)  # the last
+        self.news = News(query.start.cost, query.start.bound, 0.0)  # the last
         self.better: News | None = None  # the last with a plan
         _searches.add(self)
 
@@ -134,22 +134,21 @@ def search(query: Query, tell: Callable[[News], None]) -> Solution:
                 continue
             best, better = watched[0], None
             if is_better(best.cost, told):
-                known = best.now("auto")
-                told, better = known.cost, known.plan
-                keep(known, clock.elapsed)
+                solution = best.now("auto")
+                told, better = solution.cost, solution.plan
+                keep(solution, clock.elapsed)
             tell(News(best.cost, min(best.bound, best.cost), clock.elapsed, better))
 
     looking = threading.Thread(target=look, daemon=True)
     looking.start()
     try:
-        found = attempt(query, progress=False, watch=watched.append)
+        answer = attempt(query, progress=False, watch=watched.append)
     finally:
         over.set()
         looking.join()
-    # The answer, kept on disk and told.
-    if found.schedule is None or found.cost >= start.cost:  # it never is worse, but for what sums round
-        found = replace(start, bound=max(start.bound, min(found.bound, start.cost)))
-    keep(found, query.seconds)
-    better = found.plan if is_better(found.cost, told) else None
-    tell(News(found.cost, found.bound, clock.elapsed, better, over=True))
-    return found
+    if answer.schedule is None or answer.cost >= start.cost:  # it never is worse, but for what sums round
+        answer = replace(start, bound=max(start.bound, min(answer.bound, start.cost)))
+    keep(answer, query.seconds)
+    better = answer.plan if is_better(answer.cost, told) else None
+    tell(News(answer.cost, answer.bound, clock.elapsed, better, over=True))
+    return answer

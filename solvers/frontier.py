@@ -146,11 +146,11 @@ def frontier(
     for option in options:
         if not any(option in METHODS[method].options for method in methods):
             check_method(methods[0], [option])
-    taken = {
+    options_of = {
         method: {name: value for name, value in options.items() if name in METHODS[method].options}
         for method in methods
     }
-    for method in taken:
+    for method in options_of:
         refuse_unknown_rules(problem, method)
     check_limits(time_limit, gap)
     if budgets is None:
@@ -158,23 +158,23 @@ def frontier(
         at = np.unique(np.linspace(low, high, BUDGETS).astype(np.int64)).tolist()
     else:
         at = sorted({parse_bytes(budget) for budget in budgets})
-    pairs = [(method, budget) for method in taken for budget in at]
+    pairs = [(method, budget) for method in options_of for budget in at]
     limits = {"time_limit": time_limit, "gap": gap}
-    calls = [(problem, method, budget, {**limits, **taken[method]}) for method, budget in pairs]
+    calls = [(problem, method, budget, {**limits, **options_of[method]}) for method, budget in pairs]
     solutions = _solve_all(calls, jobs, client, progress)
     rows = [Row.of(method, s) for (method, _), s in zip(pairs, solutions, strict=True)]
     # Share plans from smaller budgets, and bounds from larger ones, between the rows.
     best: dict[str, Row] = {}  # by method, of the budgets so far
     shared = []
     for row in rows:
-        known = best.get(row.method)
-        if known is not None and known.cost < row.cost:
-            assert known.solution.schedule is not None
-            about = {name: getattr(row.solution, name) for name in ("seconds", "details", "interrupted", "method")}
-            about["message"] = row.message or f"the plan found for {format_bytes(known.budget)}"
-            bound = 0.0 if contradicts(row.bound, known.cost) else row.bound
-            solution = again(known.solution, row.solution.problem, row.budget, bound=bound, **about)
-            row = Row.of(row.method, solution, known.budget)
+        best_row = best.get(row.method)
+        if best_row is not None and best_row.cost < row.cost:
+            assert best_row.solution.schedule is not None
+            fields = {name: getattr(row.solution, name) for name in ("seconds", "details", "interrupted", "method")}
+            fields["message"] = row.message or f"the plan found for {format_bytes(best_row.budget)}"
+            bound = 0.0 if contradicts(row.bound, best_row.cost) else row.bound
+            solution = again(best_row.solution, row.solution.problem, row.budget, bound=bound, **fields)
+            row = Row.of(row.method, solution, best_row.budget)
         elif row.solution.plan is not None:
             best[row.method] = row
         bounds = [other.bound for other in rows if other.budget >= row.budget]
@@ -193,10 +193,9 @@ def _solve_all(calls: list[Call], jobs: int | None, client: Any, progress: bool 
     if jobs is not None and (isinstance(jobs, bool) or not isinstance(jobs, int) or jobs < 1):
         raise ValueError(f"jobs is a number of processes, at least 1, not {jobs!r}.")
     jobs = min(len(calls) or 1, jobs or os.cpu_count() or 1)
-    # In other processes.
     if client is not None or jobs > 1:
-        with Processes(jobs) if client is None else nullcontext(client) as there:
-            return _solve_there(calls, there, progress)
+        with Processes(jobs) if client is None else nullcontext(client) as pool:
+            return _solve_there(calls, pool, progress)
     # Here, one after another; an interruption keeps the answers so far.
     solutions: list[Solution] = []
     interrupted = False
@@ -255,8 +254,8 @@ def _certified(answer: Solution, bound: float) -> Solution:
     if answer.schedule is None:
         status = Status.INFEASIBLE if bound == float("inf") else answer.status
         return replace(answer, bound=bound, status=status)
-    about = {name: getattr(answer, name) for name in ("seconds", "message", "details", "interrupted")}
-    return again(answer, answer.problem, answer.budget, bound=bound, **about)
+    fields = {name: getattr(answer, name) for name in ("seconds", "message", "details", "interrupted")}
+    return again(answer, answer.problem, answer.budget, bound=bound, **fields)
 
 
 def _failed(problem: Problem, method: str, budget: int, message: str) -> Solution:

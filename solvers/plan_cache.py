@@ -59,8 +59,8 @@ MOST_READ = 8  # records that are looked through for a plan to begin with, the l
 def kept(solver: Solver, earlier: Sequence[Solution] = ()) -> Solver:
     """Answer by a known plan: as it is on disk, or with the nearest for the solver to begin with; keep the answer.
 
-    ``origin`` is "plan cache" for a plan as it was on disk; "other costs", "less time" or "another size" where one
-    found for or in these was the start. Plans are adapted by "auto" only.
+    ``origin`` is "plan cache" for a plan as it was on disk. Where a known plan was the start, it says how that differs:
+    "other costs", "less time" or "another size". Plans are adapted by "auto" only.
 
     A query that waits for less than its seconds gets the best plan by then, and with it the `Solution.rest`, unless
     that could not matter or is not worth a process.
@@ -85,20 +85,20 @@ def kept(solver: Solver, earlier: Sequence[Solution] = ()) -> Solver:
         goes_on = by_auto and wait + WORTH_A_PROCESS <= query.seconds
         query = replace(query, wait=wait if goes_on else inf)
         question = Question.of(problem, budget, query.method)
-        known = lookup(question) if query.cache else None
+        record = lookup(question) if query.cache else None
         solution: Solution | None = None
         enough = max(query.gap, BETTER) if goes_on else query.gap
-        if known is not None and known.meets(min(query.wait, query.seconds), enough):
-            solution = known.certified(problem, budget)
+        if record is not None and record.meets(min(query.wait, query.seconds), enough):
+            solution = record.certified(problem, budget)
             if solution is None:
                 log.warning("The plan on disk (%s) breaks the rules or the budget; planned anew.", question.key)
-        if known is not None and solution is not None:
+        if record is not None and solution is not None:
             used(question)
             log.info("plan on disk (%s): %s", question.key, solution)
-            spent = known.time_limit
+            spent = record.time_limit
         else:
             records = relatives(question) if query.cache else []
-            solution = _from_nearest(solver, query, known, same, records) if by_auto else solver(query)
+            solution = _from_nearest(solver, query, record, same, records) if by_auto else solver(query)
             if solution.plan is None and query.seconds < min(whole.seconds, query.patience):
                 solution = solver(replace(whole, wait=query.wait, options=SETTLING))
             # Keep the plan, with the time that was allowed for it.
@@ -123,12 +123,12 @@ def is_better(cost: float, than: float) -> bool:
 def _from_nearest(
     solver: Solver,
     query: Query,
-    known: Record | None,
+    answer: Record | None,
     earlier: Sequence[tuple[Solution, Start]],
     records: Sequence[Record],
 ) -> Solution:
     problem, budget, question = query.problem, query.budget, Question.of(query.problem, query.budget, query.method)
-    start: Start | None = None if known is None else known.certified(problem, budget)
+    start: Start | None = None if answer is None else answer.certified(problem, budget)
     origin = "less time"
     # The plan of the same step for other costs and about the same room, with a bound for today's costs.
     names = ("sizes", "method", "checkmate")
@@ -148,8 +148,8 @@ def _from_nearest(
                 gap = max(gap, record.gap + (0.0 if record.question.costs == question.costs else WAVER))
             bound = replace(query, seconds=min(seconds, BOUND_SECONDS), patience=inf, wait=inf)
             bounded = solver(replace(bound, gap=gap, start=start))
-            took = format_seconds(bounded.seconds)
-            log.info("plan for other costs or bytes, with a new bound after %s: %s", took, bounded)
+            duration = format_seconds(bounded.seconds)
+            log.info("plan for other costs or bytes, with a new bound after %s: %s", duration, bounded)
             start = start if bounded.plan is None else bounded
             if will_do and start.gap <= gap:
                 return replace(start, origin=origin)
@@ -193,8 +193,8 @@ class Question:
     @property
     def key(self) -> str:
         """The key on disk. Keys of one structure share a prefix; those of one structure and sizes a longer one."""
-        rest = files.hash_of([value for name, value in asdict(self).items() if name not in ("structure", "sizes")])
-        return f"{self.structure[:16]}-{self.sizes[:16]}-{rest[:16]}"
+        digest = files.hash_of([value for name, value in asdict(self).items() if name not in ("structure", "sizes")])
+        return f"{self.structure[:16]}-{self.sizes[:16]}-{digest[:16]}"
 
 
 @dataclass(frozen=True)
@@ -218,8 +218,8 @@ class Record:
         assert solution.schedule is not None
         assert solution.plan is not None
         problem, again = solution.problem, np.argwhere(np.tril(solution.schedule.R, -1)).tolist()
-        said = solution.plan.is_a_schedule
-        steps, boundary = ((), 0) if said else (solution.plan.as_lists(), solution.plan.boundary)
+        is_schedule = solution.plan.is_a_schedule
+        steps, boundary = ((), 0) if is_schedule else (solution.plan.as_lists(), solution.plan.boundary)
         return cls(
             Question.of(problem, solution.budget, method),
             solution.method,
@@ -268,15 +268,15 @@ class Record:
             return None
         bound = self.bound if self.answers(Question.of(problem, budget, self.question.method)) else 0.0
         try:
-            found = Plan.from_lists(self.steps, self.boundary) if self.steps else self.runs()
-            return certify(problem, budget, found, method=self.by, bound=bound, origin="plan cache")
+            plan = Plan.from_lists(self.steps, self.boundary) if self.steps else self.runs()
+            return certify(problem, budget, plan, method=self.by, bound=bound, origin="plan cache")
         except (SolverError, IndexError):
             return None
 
 
 def lookup(question: Question) -> Record | None:
     """The kept answer to a question; None if there is none, with a warning if a file is at fault."""
-    for record in _read(lambda kept: kept.get([question.key])):
+    for record in _read(lambda rows: rows.get([question.key])):
         if record.question == question:
             return record
         log.warning("The plan on disk (%s) answers another question; planned anew.", question.key)
@@ -287,8 +287,8 @@ def relatives(question: Question) -> list[Record]:
     """Plans of the same ops: first those with the same sizes, then others, each the last used first."""
     structure, sizes, _ = question.key.split("-")
 
-    def look(kept: files.Rows) -> dict[str, Any]:
-        return kept.beginning(f"{structure}-{sizes}-", MOST_READ) | kept.beginning(f"{structure}-", MOST_READ)
+    def look(rows: files.Rows) -> dict[str, Any]:
+        return rows.beginning(f"{structure}-{sizes}-", MOST_READ) | rows.beginning(f"{structure}-", MOST_READ)
 
     same_ops = [record for record in _read(look) if record.question.structure == question.structure]
     return [record for record in same_ops if record.question != question]
@@ -296,23 +296,23 @@ def relatives(question: Question) -> list[Record]:
 
 def used(question: Question) -> None:
     """Mark an answer as used now, so that it is kept longer."""
-    with contextlib.suppress(OSError), files.rows(TABLE, write=True) as kept:
-        kept.note_use(question.key)
+    with contextlib.suppress(OSError), files.rows(TABLE, write=True) as rows:
+        rows.note_use(question.key)
 
 
 def store(record: Record) -> None:
     """Keep an answer, merged with the better parts of the known one; a warning says if that fails."""
     key = record.question.key
     try:
-        with files.rows(TABLE, write=True) as kept:
+        with files.rows(TABLE, write=True) as rows:
             with contextlib.suppress(InvalidProblem, KeyError):  # replace a damaged record
-                known = from_document(kept.get([key])[key], "The plan on disk")
-                if known.question == record.question:
-                    best = record if record.cost <= known.cost else known
-                    bound = max((b for b in (known.bound, record.bound) if b <= best.cost), default=record.bound)
-                    record = replace(best, bound=bound, time_limit=max(known.time_limit, record.time_limit))
-            kept.put({key: as_document(record)})
-            kept.prune(MOST_PLANS, MOST_BYTES)
+                previous = from_document(rows.get([key])[key], "The plan on disk")
+                if previous.question == record.question:
+                    best = record if record.cost <= previous.cost else previous
+                    bound = max((b for b in (previous.bound, record.bound) if b <= best.cost), default=record.bound)
+                    record = replace(best, bound=bound, time_limit=max(previous.time_limit, record.time_limit))
+            rows.put({key: as_document(record)})
+            rows.prune(MOST_PLANS, MOST_BYTES)
     except OSError as error:
         log.warning("The plan is not kept for the next time: %s", error)
 
@@ -320,8 +320,8 @@ def store(record: Record) -> None:
 def _read(look: Callable[[files.Rows], dict[str, Any]]) -> Iterator[Record]:
     """The records of some rows; a warning names unreadable ones."""
     try:
-        with files.rows(TABLE) as kept:
-            documents = look(kept)
+        with files.rows(TABLE) as rows:
+            documents = look(rows)
     except OSError as error:
         log.warning("Plans on disk cannot be read: %s", error)
         return

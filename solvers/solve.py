@@ -213,8 +213,8 @@ def cheapest_split(solver: Solver, *, look_on: bool = True) -> Solver:
     Each is looked at for a moment first, and only where none has a plan then for longer: near the smallest budget a
     search may spend all its time on a problem without a plan, where the next split has one at once.
 
-    The first split that fits may not be the cheapest: one that holds more beside the rest leaves less room for what
-    need not be recomputed. So the next ones are looked at, too, as long as their ops, each run once, take less time.
+    The first split that fits may not be the cheapest: its larger parts leave less room for values that are kept. So the
+    next ones are looked at, too, as long as their ops, each run once, take less time than the cheapest plan.
 
     Args:
         solver: is asked for each, in its share of the seconds, with a start that is split like it.
@@ -273,9 +273,9 @@ def check_method(name: str, options: Collection[str] = ()) -> None:
     """Raise a ValueError for an unknown method or option; it names the known ones."""
     if not isinstance(name, str) or name not in METHODS:
         raise ValueError(f"There is no method {name!r}. The methods are {', '.join(METHODS)}.")
-    known = METHODS[name].options
-    if unknown := [option for option in options if option not in known]:
-        raise ValueError(f"Method {name!r} has no option {unknown[0]!r}. Its options are {', '.join(known) or 'none'}.")
+    names = METHODS[name].options
+    if unknown := [option for option in options if option not in names]:
+        raise ValueError(f"Method {name!r} has no option {unknown[0]!r}. Its options are {', '.join(names) or 'none'}.")
 
 
 def check_host(method: str, *, has_host: bool) -> None:
@@ -290,9 +290,9 @@ def check_host(method: str, *, has_host: bool) -> None:
 def check_homes(problem: Problem, method: str) -> None:
     """Raise an InvalidProblem for a method that knows of no values at home in a second memory, where there are any."""
     if problem.homes and not METHODS[method].homes:
-        known = ", ".join(name for name, other in METHODS.items() if other.homes)
+        methods = ", ".join(name for name, other in METHODS.items() if other.homes)
         raise InvalidProblem(
-            f"Method {method!r} plans no step with values at home in the second memory. Methods that do: {known}."
+            f"Method {method!r} plans no step with values at home in the second memory. Methods that do: {methods}."
         )
 
 
@@ -305,13 +305,13 @@ def check_limits(time_limit: float, gap: float) -> None:
 
 def _what_it_costs(problem: Problem, reserve: int) -> str:
     """Say that the smallest budget is slow, and name one that is not: at the smallest hardly any order is left."""
-    found = slow_budget(problem, ends_of(problem, time_limit=0.0).peak, slow=SLOW)
-    if found is None:
+    costs = slow_budget(problem, ends_of(problem, time_limit=0.0).peak, slow=SLOW)
+    if costs is None:
         return ""
-    slow = f" There a step takes at most {found.times:.1f} times as long"
-    if found.times_there > SAVES * found.times:
+    slow = f" There a step takes at most {costs.times:.1f} times as long"
+    if costs.times_there > SAVES * costs.times:
         return f"{slow}."
-    return f"{slow}; with {format_bytes(found.budget + reserve, up=True)}, {found.times_there:.1f} times."
+    return f"{slow}; with {format_bytes(costs.budget + reserve, up=True)}, {costs.times_there:.1f} times."
 
 
 def _name(problem: Problem, k: int) -> str:
@@ -341,8 +341,8 @@ def smallest_without(problem: Problem, time_limit: float) -> dict[str, int]:
         return {}
     patterns = [*rules, ""] if len(rules) > 1 else [*rules]
     seconds = max(LEAST_SECONDS, time_limit / len(patterns))
-    plain, found = without_rules(problem), {}
+    plain, peaks = without_rules(problem), {}
     for pattern in patterns:
-        others = {name: asks for name, asks in rules.items() if pattern and name != pattern}
-        found[pattern] = min_budget(with_rules(plain, others), time_limit=seconds).peak
-    return found
+        other_rules = {name: asks for name, asks in rules.items() if pattern and name != pattern}
+        peaks[pattern] = min_budget(with_rules(plain, other_rules), time_limit=seconds).peak
+    return peaks

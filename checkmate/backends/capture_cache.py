@@ -99,8 +99,8 @@ def _drop(code: types.CodeType) -> None:
     """
     guards = [entry.guard_manager for entry in _debug_get_cache_entry_list(code)]
     reset_code(code)
-    for one in guards:
-        vars(one).update(root=None, diff_guard_root=None, closure_vars=None, code_parts=[], verbose_code_parts=None)
+    for guard in guards:
+        vars(guard).update(root=None, diff_guard_root=None, closure_vars=None, code_parts=[], verbose_code_parts=None)
 
 
 @dataclass(eq=False)
@@ -126,7 +126,7 @@ class _Entry:
 class CaptureCache:
     """A cache of captures of a function, one for each kind of call; ``most`` of them are kept.
 
-    Where there is nothing to plan, plain PyTorch runs the function, but if the backend lowers modules in its own way.
+    Where there is nothing to plan, plain PyTorch runs the function, unless the backend lowers modules in its own way.
     """
 
     def __init__(self, fn: Callable[..., Any], backend: Backend, most: int = 64) -> None:
@@ -142,7 +142,7 @@ class CaptureCache:
     @property
     def steps(self) -> list[CapturedStep]:
         """The captured steps that train, in the order of capture."""
-        return [one.step for one in self._kept if one.step.training is not None]
+        return [entry.step for entry in self._kept if entry.step.training is not None]
 
     @property
     def plans(self) -> list[SwappablePlan]:
@@ -151,29 +151,29 @@ class CaptureCache:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the capture for this call; make it if there is none."""
-        kind, other = self._kind(args, kwargs), None
-        found: list[tuple[bool | int, ...]] = []  # answers of this call, each from the first question on
-        for known in self._of_kind(kind):
+        kind, failure = self._kind(args, kwargs), None
+        answers: list[tuple[bool | int, ...]] = []  # answers of this call, each from the first question on
+        for entry in self._of_kind(kind):
             # Pass over a capture that differs from this call in the last of some answers, and in none before it.
-            was = known.step.answers
-            if any(was[: len(a) - 1] == a[:-1] and was[len(a) - 1 : len(a)] not in ((), a[-1:]) for a in found):
+            then = entry.step.answers
+            if any(then[: len(a) - 1] == a[:-1] and then[len(a) - 1 : len(a)] not in ((), a[-1:]) for a in answers):
                 continue
-            state = other_random_states() if known.draws else None
+            state = other_random_states() if entry.draws else None
             try:
-                result = known.replay(*args, **kwargs)
+                result = entry.replay(*args, **kwargs)
             except GuardFailed as answer:
                 draw_again_from(state)
-                other = other or answer
+                failure = failure or answer
                 if answer.place is not None:
-                    found.append((*known.step.answers[: answer.place], answer.now))
+                    answers.append((*entry.step.answers[: answer.place], answer.now))
                 continue
             except _NothingToPlan:
                 draw_again_from(state)
                 result = self._fn(*args, **kwargs)
             if result is not MISS:
-                known.used = next(self._calls)
+                entry.used = next(self._calls)
                 return result
-        return self._anew(kind, args, kwargs, other)
+        return self._anew(kind, args, kwargs, failure)
 
     def open(self, call: tuple[Any, Any], other: tuple[Any, Any]) -> None:
         """Capture a call, arguments and keywords, to pose problems: sizes that differ in another call are inputs.
@@ -190,74 +190,74 @@ class CaptureCache:
             self._captured(wide, Call((self._fn, *call), poses=True))
         raise NotFree("there is nothing to plan")
 
-    def _anew(self, kind: Kind, args: Any, kwargs: Any, other: GuardFailed | None) -> Any:
+    def _anew(self, kind: Kind, args: Any, kwargs: Any, failure: GuardFailed | None) -> Any:
         """Capture the call. Numbers or sizes that changed since another capture become inputs, if they can.
 
-        ``other``: the failed guard of a capture that is not for this call, if one failed.
+        ``failure``: the guard of a capture that is not for this call, if one failed.
         """
-        before, self.before = self.before, None
-        if before is not None:
+        callback, self.before = self.before, None
+        if callback is not None:
             try:
-                before(args, kwargs)
+                callback(args, kwargs)
                 return self(*args, **kwargs)
             finally:
-                self.before = before
+                self.before = callback
         # Find a capture that only values keep from serving the call. If these are numbers, make them inputs.
-        given = {"args": args, "kwargs": kwargs, "fn": self._fn}
-        fixed = [one for one in self._of_kind(kind) if not isinstance(one.step.training, SizedPlans)]
-        near = ((one, why) for one in fixed if (why := why_not(one.own, given)))
-        known, reasons = next(near, (None, list[Reason]()))
-        if known is not None and (sources := self._numbers(known, reasons)) is not None:
-            check = partial(_check, known.step, _values_then(known, sources, given))
+        arguments = {"args": args, "kwargs": kwargs, "fn": self._fn}
+        fixed = [entry for entry in self._of_kind(kind) if not isinstance(entry.step.training, SizedPlans)]
+        candidates = ((entry, why) for entry in fixed if (why := why_not(entry.own, arguments)))
+        entry, reasons = next(candidates, (None, list[Reason]()))
+        if entry is not None and (sources := self._numbers(entry, reasons)) is not None:
+            check = partial(_check, entry.step, _values_then(entry, sources, arguments))
             try:
                 result = self._captured(kind, Call((self._fn, args, kwargs), sources, check))
             except Exception:  # any error: it comes again without these inputs
                 log.debug("%s cannot be inputs of %s", sources, self._name, exc_info=True)
                 self._fixed.update(sources)
             else:
-                self._forget(known)  # the new one is for its numbers too
+                self._forget(entry)  # the new one is for its numbers too
                 return result
         # Find a capture of which only sizes keep from serving the call, and make these inputs.
-        if known is None and (result := self._with_open_sizes(kind, args, kwargs)) is not MISS:
+        if entry is None and (result := self._with_open_sizes(kind, args, kwargs)) is not MISS:
             return result
         # Else capture the call as it is.
-        if other is not None and other.place is not None and not reasons:
+        if failure is not None and failure.place is not None and not reasons:
             advice = "Compute without asking: torch.where(condition, a, b), or x[:, index] with a tensor as index."
-            place = f"the value of a tensor that the step asks for ({other.where})"
-            reasons = [Reason(place, other.was, other.now, advice=advice)]
+            place = f"the value of a tensor that the step asks for ({failure.where})"
+            reasons = [Reason(place, failure.was, failure.now, advice=advice)]
         return self._captured(kind, Call((self._fn, args, kwargs)), reasons[0] if reasons else None)
 
-    def _numbers(self, known: _Entry, reasons: Sequence[Reason]) -> frozenset[str] | None:
-        """The numbers of a capture that are inputs if those become such that differ now; None if not all can be."""
-        are_numbers = all(type(one.now) is type(one.value) and type(one.now) in (int, float) for one in reasons)
+    def _numbers(self, entry: _Entry, reasons: Sequence[Reason]) -> frozenset[str] | None:
+        """The numbers that are inputs once those that differ from the capture's are, too; None if not all can be."""
+        are_numbers = all(type(r.now) is type(r.value) and type(r.now) in (int, float) for r in reasons)
         sources = {reason.source for reason in reasons}
-        return known.numbers | sources if are_numbers and sources.isdisjoint(self._fixed) else None
+        return entry.numbers | sources if are_numbers and sources.isdisjoint(self._fixed) else None
 
     def _with_open_sizes(self, kind: Kind, args: Any, kwargs: Any) -> Any:
         """Capture the call with inputs for sizes and numbers that differ from an earlier one; `MISS` if none can be."""
-        given = {"args": args, "kwargs": kwargs, "fn": self._fn}
+        arguments = {"args": args, "kwargs": kwargs, "fn": self._fn}
         earlier = dict[tuple[Kind, Set[str]], list[Earlier]]()
-        for known in sorted(self._kept, key=lambda one: -one.used):
-            wide, training = known.kind.opened(kind), known.step.training
+        for entry in sorted(self._kept, key=lambda entry: -entry.used):
+            wide, training = entry.kind.opened(kind), entry.step.training
             if wide is None or training is None:
                 continue
-            reasons = changed(known.own, given)
-            numbers = self._numbers(known, reasons)
+            reasons = changed(entry.own, arguments)
+            numbers = self._numbers(entry, reasons)
             if numbers is None or self._closed[wide, numbers] >= TRIES:
                 continue
             if isinstance(training, SwappablePlan):
                 then = dict[Any, set[Any]]()  # size now -> sizes then, where they are open
-                for now, before, size in zip(kind.sizes, known.kind.sizes, wide.sizes, strict=True):
+                for now, before, size in zip(kind.sizes, entry.kind.sizes, wide.sizes, strict=True):
                     if size is None:
                         then.setdefault(now, set()).add(before)
                 sizes = partial(_earlier, then)
-            elif reasons and wide == known.kind:  # numbers alone keep it from serving the call
+            elif reasons and wide == entry.kind:  # numbers alone keep it from serving the call
                 sizes = partial(_of_then, training.sizes)
             else:
                 continue
-            values = _values_then(known, numbers, given)
-            one = Earlier(training, sizes, partial(_check, known.step, values), values, known.step.answers)
-            earlier.setdefault((wide, numbers), []).append(one)
+            values = _values_then(entry, numbers, arguments)
+            capture = Earlier(training, sizes, partial(_check, entry.step, values), values, entry.step.answers)
+            earlier.setdefault((wide, numbers), []).append(capture)
         for (wide, sources), captures in sorted(earlier.items(), key=lambda kind: len(kind[0][1])):
             try:
                 with wide.marked(args, kwargs):
@@ -268,17 +268,17 @@ class CaptureCache:
                     raise
                 self._close(wide, sources, error)
                 continue
-            made = next((one for one in self._kept if one.kind is wide), None)  # None: torch.compile is turned off
-            if made is not None and isinstance(training := made.step.training, SizedPlans):
+            new = next((entry for entry in self._kept if entry.kind is wide), None)  # None: torch.compile is turned off
+            if new is not None and isinstance(training := new.step.training, SizedPlans):
                 replaced = training.earlier()
                 assert replaced is not None
-                known = next(one for one in self._kept if one.step.training is replaced.training)
+                entry = next(entry for entry in self._kept if entry.step.training is replaced.training)
                 if replaced.training.plans[0] in training.plans:
-                    known.step = _NOTHING  # whose plan and search go on as the new one's
-                self._forget(known)
-            elif made is not None:
-                made.kind = kind
-                self._close(wide, sources, NotFree(f"PyTorch traces it for one size only: {made.fixed_at}"))
+                    entry.step = _NOTHING  # whose plan and search go on as the new one's
+                self._forget(entry)
+            elif new is not None:
+                new.kind = kind
+                self._close(wide, sources, NotFree(f"PyTorch traces it for one size only: {new.fixed_at}"))
             return result
         return MISS
 
@@ -296,35 +296,35 @@ class CaptureCache:
         (_, args, kwargs), numbers = call.reach, call.numbers
         if not numbers and not call.earlier:  # else it takes the place of another one
             # Forget the least recently used until there is room; refuse if half of them are for values of one source.
-            while len(kept := sorted(self._kept, key=lambda one: one.used)) >= self._most:
-                same = [one.because for one in kept if one.because and because and one.because.source == because.source]
-                if because and len(same) >= self._most // 2:
-                    raise Unsupported(too_many(self._fn, self._name, [*same, because], self._most))
-                self._forget(kept[0])
+            while len(entries := sorted(self._kept, key=lambda entry: entry.used)) >= self._most:
+                reasons = [r for entry in entries if because and (r := entry.because) and r.source == because.source]
+                if because and len(reasons) >= self._most // 2:
+                    raise Unsupported(too_many(self._fn, self._name, [*reasons, because], self._most))
+                self._forget(entries[0])
         # Capture it in a code object of its own, and run it.
         own, state = _copy_of(self._fn), other_random_states()
-        made = _Entry(kind, own, run(own), because, frozenset(numbers))
+        entry = _Entry(kind, own, run(own), because, frozenset(numbers))
         capturing = traced_since_now("capturing")
 
         def doing() -> str:
-            if made.step.training is None:
+            if entry.step.training is None:
                 return capturing()
-            known = made.step.training.known
-            return f"training; planning goes on, gap {format_gap(known.gap)}" if known.goes_on else "first run"
+            planning = entry.step.training.known
+            return f"training; planning goes on, gap {format_gap(planning.gap)}" if planning.goes_on else "first run"
 
         def compile(module: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
             if call.earlier and (context := TracingContext.try_get()) is not None:
-                made.fixed_at = fixed_at(context.fake_mode.shape_env)
-            made.step = step = self.backend.compile(module, inputs, call)
+                entry.fixed_at = fixed_at(context.fake_mode.shape_env)
+            entry.step = step = self.backend.compile(module, inputs, call)
             if step.training is None and self.backend.lower is run_generated_code:
-                made.step = replace(step, run=surrounded(_hand_back, [Descriptions(module)]))
-            return made.step.run
+                entry.step = replace(step, run=surrounded(_hand_back, [Descriptions(module)]))
+            return entry.step.run
 
-        this, answer = weakref.ref(compile), self.backend.answer
+        reference, answer = weakref.ref(compile), self.backend.answer
 
         # Dynamo keeps this one until it is reset, and so neither the call nor the cache.
         def compile_graph(module: fx.GraphModule, inputs: list[Any], **options: Any) -> Callable[..., Any]:
-            compile_now = this()
+            compile_now = reference()
             assert compile_now is not None
             return compile_now(module, inputs)
 
@@ -337,22 +337,21 @@ class CaptureCache:
             with ranks.in_one_piece(), as_inputs(numbers), quietly(), showing(doing), collecting_seldom(), looking:
                 result = captured(*args, **kwargs)
         except _NothingToPlan:
-            made.draws = _have_drawn(state)
+            entry.draws = _have_drawn(state)
             draw_again_from(state)
             result = self._fn(*args, **kwargs)
         except SizedCall:  # it is kept for further calls
-            self._kept.append(made)
+            self._kept.append(entry)
             raise
         except BaseException:
-            made.end()
+            entry.end()
             raise
         if result is MISS:  # torch.compile is turned off
             return self._fn(*args, **kwargs)
-        # Keep what was captured.
-        made.draws = made.draws or _have_drawn(state)
+        entry.draws = entry.draws or _have_drawn(state)
         self._fixed.update(numbers & constants(own).keys())
-        made.used = next(self._calls)
-        self._kept.append(made)
+        entry.used = next(self._calls)
+        self._kept.append(entry)
         count = len(self._kept)
         if not self._warned and count >= 2 and count >= self._most // 2:
             self._warned = True
@@ -373,12 +372,12 @@ class CaptureCache:
 
     def _of_kind(self, kind: Kind) -> list[_Entry]:
         """The captures for calls of a kind, the last used first."""
-        return sorted((one for one in self._kept if one.kind.includes(kind)), key=lambda one: -one.used)
+        return sorted((entry for entry in self._kept if entry.kind.includes(kind)), key=lambda entry: -entry.used)
 
-    def _forget(self, one: _Entry) -> None:
-        self._kept.remove(one)
-        one.end()
-        _drop(one.own.__code__)  # at once, and not when garbage is collected
+    def _forget(self, entry: _Entry) -> None:
+        self._kept.remove(entry)
+        entry.end()
+        _drop(entry.own.__code__)  # at once, and not when garbage is collected
 
 
 def as_data(numbers: Mapping[str, Number], joint: Joint) -> list[Any]:
@@ -398,21 +397,21 @@ def _earlier(then: Mapping[int, Set[Any]], sizes: Sizes) -> Sizes:
     return tuple(next(iter(then.get(size, (size,)))) for size in sizes)
 
 
-def _values_then(known: _Entry, numbers: Set[str], given: dict[str, Any]) -> dict[str, Any]:
+def _values_then(entry: _Entry, numbers: Set[str], arguments: dict[str, Any]) -> dict[str, Any]:
     """Look up the values of numbers at an entry's capture; of numbers that it does not know, take those of now."""
-    then: dict[str, Any] = {**constants(known.own)}
-    if known.step.training is not None:
-        inputs = joint_of(known.step.training.plans[0].captured).step.given_numbers
+    then: dict[str, Any] = {**constants(entry.own)}
+    if entry.step.training is not None:
+        inputs = joint_of(entry.step.training.plans[0].captured).step.given_numbers
         then |= {source: value_of(node.meta["val"]) for node, source in inputs.items()}
-    return {s: then[s] if s in then else value_now(s, known.own, given) for s in numbers}
+    return {s: then[s] if s in then else value_now(s, entry.own, arguments) for s in numbers}
 
 
-def _check(known: CapturedStep, values: Mapping[str, Number], joint: Joint) -> None:
+def _check(step: CapturedStep, values: Mapping[str, Number], joint: Joint) -> None:
     """Compare an earlier capture with this one, at its sizes and with its numbers."""
-    if known.single is not None:
-        earlier: Joint | None = known.single()
+    if step.single is not None:
+        earlier: Joint | None = step.single()
     else:
-        earlier = None if known.training is None else joint_of(known.training.plans[0].captured)
+        earlier = None if step.training is None else joint_of(step.training.plans[0].captured)
     if earlier is None or as_data(values, joint) != as_data(values, earlier):
         raise NotFree(f"with {values or 'the sizes of before'} the step is another one than before")
 

@@ -119,7 +119,7 @@ class CapturedStep:
 
 @dataclass(frozen=True, eq=False)
 class Backend:
-    """How the graphs of a step are planned and compiled; a graph without gradients runs plainly."""
+    """The way to plan and compile the graphs of a step; a graph without gradients runs plainly."""
 
     planner: Planner | Callable[[Problem], Solution]  # the latter knows of no budget
     lower: Lower = run_generated_code  # makes of a module and its inputs the function that runs
@@ -187,12 +187,10 @@ class _Compilation:
     """
 
     def __init__(self, backend: Backend, module: fx.GraphModule, inputs: list[Any], call: Call) -> None:
-        # Check Dynamo's graph.
         put_regions_in_place(module)
         self.guards, names = take_guards(module), input_names(module)
         for check in CHECKS:
             check(module, inputs, names, backend.measures)
-        # Read what it is given.
         self.backend, self.call, self.module, self.inputs = backend, call, module, inputs
         self.numbers, self.draws = numbers_and_draws(module, call.numbers)
         self.known = [*inputs, *module.parameters(), *module.buffers()]  # tensors that it is given, or holds
@@ -211,13 +209,13 @@ class _Compilation:
 
     def compiled(self) -> CapturedStep:
         """Trace and plan the graph, and give the compiled step."""
-        backend, guards, this = self.backend, self.guards, weakref.ref(self)  # AOTAutograd keeps what it is given
+        backend, guards, reference = self.backend, self.guards, weakref.ref(self)  # AOTAutograd keeps what it is given
         # Trace, partition and compile it by AOTAutograd, with the ops and bits of eager PyTorch.
         compile_graph = aot_autograd(
             fw_compiler=partial(self.lowering, "forward"),
             bw_compiler=partial(self.lowering, "backward"),
             inference_compiler=backend.lower,
-            partition_fn=lambda *args, **options: this()._partition(*args, **options),  # type: ignore[union-attr]
+            partition_fn=lambda *args, **options: reference()._partition(*args, **options),  # type: ignore[union-attr]
             keep_inference_input_mutations=True,
         )
         with (
@@ -310,22 +308,22 @@ class _Compilation:
 
         is_fused = backend.kernels != "eager" and (fakes or can_compile(device))
         same_bits, op_by_op = backend.kernels == "same-bits", backend.op_by_op
-        decided: dict[str, Any] = {}  # groups, at whatever sizes
+        groups: dict[str, Any] = {}  # at whatever sizes
 
         def compile_ahead(kernels: Iterable[Kernel], *, variants: bool = False) -> None:
             if device.type == "cpu" and not fakes:
                 begin(task for kernel in kernels for task in kernel.tasks(variants=variants))
 
         def fused(module: fx.GraphModule, sizes: Sizes = ()) -> fx.GraphModule:
-            tried = partial(runs_well, same_bits=same_bits, sizes=sizes, anew=poses)
+            trial = partial(runs_well, same_bits=same_bits, sizes=sizes, anew=poses)
             module = fx.GraphModule(module, deepcopy(module.graph))
             fuse(
-                *(module, traced, (lambda node: True) if fakes else tried),
+                *(module, traced, (lambda node: True) if fakes else trial),
                 ahead=(lambda kernels: None) if sizes else compile_ahead,
                 reductions=not same_bits,
                 alone={storage(tensor) for tensor, _ in noted},
                 op_by_op=op_by_op,
-                decided=decided if sizes else None,
+                decided=groups if sizes else None,
             )
             if not sizes:  # of open sizes a variant is compiled once it is tried
                 compile_ahead((n.target for n in module.graph.nodes if isinstance(n.target, Kernel)), variants=True)
@@ -333,7 +331,6 @@ class _Compilation:
 
         updates = None if backend.updates is None else backend.updates.updates
 
-        # The ops and values of the graph.
         names, numbers, draws, noted, poses = self.names, self.numbers, self.draws, self.noted, self.call.poses
         parameters = [i for i, tensor in enumerate(self.known) if isinstance(tensor, torch.nn.Parameter)]
 
@@ -344,33 +341,32 @@ class _Compilation:
             return read_joint(traced(module), block_bytes=block_bytes, noted=noted)
 
         # All that is in memory beside it.
-        made = 0 if updates is None else updates.held_bytes  # by the first step, and held from then on
+        update_bytes = 0 if updates is None else updates.held_bytes  # made by the first step, and held from then on
         held = self.known[len(self.inputs) :]
 
         def in_all(inputs: Sequence[Any], reach: Any) -> Callable[[int], int]:
             reach = (reach, updates and updates.reach)
-            unread = made + step_problem.unread_bytes(reach, [*inputs, *held], device, block_bytes)
+            unread = update_bytes + step_problem.unread_bytes(reach, [*inputs, *held], device, block_bytes)
             allocated = 0 if fakes else allocated_on(device) or 0
             beside = step_problem.bytes_elsewhere([*inputs, *held], updates) if allocated else 0
             return lambda read: max(read + unread, allocated + beside)
 
-        here = in_all(self.inputs, self.call.reach)
+        total_bytes = in_all(self.inputs, self.call.reach)
         limit = self._find_budget(module.graph, device, fakes=fakes)
         second_memory = None if backend.second_memories is None else backend.second_memories.on(device)
         if second_memory is not None and not second_memory.budget and ranks.train_together():
             raise HostError('Ranks share a plan: say how many bytes each may take there, host_budget="10 GB".')
         name = step_problem.step_name(self.call.reach, () if updates is None else updates.optimizers)
         source, is_tried = backend.profile, fakes or backend.measures
-        given = enumerate(self.known if updates is not None else ())
-        away = {i: is_stand_in(t) for i, t in given if isinstance(t, torch.Tensor) and home_of(t) is not None}
+        tensors = enumerate(self.known if updates is not None else ())
+        away = {i: is_stand_in(t) for i, t in tensors if isinstance(t, torch.Tensor) and home_of(t) is not None}
         homes = partial(step_problem.homes_of, away=away)
 
-        # Its problem.
-        def pose(joint: Joint, in_all: Callable[[int], int] = here) -> Problem:
+        def pose(joint: Joint, in_all: Callable[[int], int] = total_bytes) -> Problem:
             problem = step_problem.problem_of(joint, source, second_memory, homes, tried=is_tried)
             # All bytes in use on the device count: what the graph reads, what else the step holds, and other models.
             read = problem.resident - problem.graph.state_bytes  # states count as made
-            profile = replace(problem.profile, resident_bytes=in_all(read), state_bytes=made)
+            profile = replace(problem.profile, resident_bytes=in_all(read), state_bytes=update_bytes)
             problem = replace(problem, profile=profile, name=name)
             return problem if updates is None else step_problem.with_homes(problem, updates)
 
@@ -378,19 +374,18 @@ class _Compilation:
             problem: Problem,
             module: fx.GraphModule,
             pose: Callable[[Joint], Problem] = pose,
-            known: Collection[str] = (),
+            splits: Collection[str] = (),
         ) -> Problem:
             tried = for_this_cpu and not fakes
-            return with_loss_in_parts(problem, module, read, pose, tried=tried, known=known)
+            return with_loss_in_parts(problem, module, read, pose, tried=tried, known=splits)
 
-        # Its plan.
         replays = Replays.now(device, limit) if limit and not fakes else None
         planner, lower = backend.planner, backend.lower
 
-        def find(problem: Problem, known: Sequence[Solution] = (), *, go_on: bool = True) -> Solution:
+        def find(problem: Problem, plans: Sequence[Solution] = (), *, go_on: bool = True) -> Solution:
             if not isinstance(planner, Planner):
                 return planner(problem)
-            ask = partial(planner.plan, known=known, go_on=go_on)
+            ask = partial(planner.plan, known=plans, go_on=go_on)
             try:
                 return ask(problem) if replays is None else plan_in_blocks(ask, problem, replays)
             except InfeasibleBudget as error:
@@ -430,7 +425,7 @@ class _Compilation:
                 return None
             codegen = plan.problem.codegen
             assert isinstance(codegen, Codegen)
-            return FirstStep(plan, device, made, lambda: forget(codegen.joint))
+            return FirstStep(plan, device, update_bytes, lambda: forget(codegen.joint))
 
         code = sized = None
         places = open_sizes(module.graph, free) if is_open else {}
@@ -477,8 +472,8 @@ class _Compilation:
             earlier, then = reading.first_alike(self.call.earlier, sizes, self.guards.answers)
             joint = reading.joint(then)
             of_ops = reading.single(then) if is_fused else joint
-            training, (known, problems) = earlier.training.plans[0], earlier.known(joint, of_ops, reading)
-            if known is None:  # numbers that were no inputs then are handed in by an op: plan it as a first step
+            training, (first_plan, problems) = earlier.training.plans[0], earlier.known(joint, of_ops, reading)
+            if first_plan is None:  # numbers that were no inputs then are handed in by an op: plan it as a first step
                 then, joint = sizes, reading.joint(sizes)
                 problems = [split(pose(joint), joint.module)]
                 try:
@@ -489,18 +484,18 @@ class _Compilation:
                     joint = reading.single(sizes)
                     problems = [split(pose(joint), joint.module)]
                     training = SwappablePlan(find(problems[0]), problems[0])
-                known = training.plan
+                first_plan = training.plan
             reading = replace(reading, states=states_kept(joint.module.graph))
             code = SwappableCode(results, reading.places, sizes, len(joint.step.given_numbers))
             most = planner.options.max_plans
             self.training = sized = SizedPlans(
-                reading, earlier, training, known, problems, then, find, write, code, most
+                reading, earlier, training, first_plan, problems, then, find, write, code, most
             )
             self.single = sized.single if is_fused else None
             if self.guards.answers and backend.measures:
-                sized.guarding(self.guards, backend.limit(known))
+                sized.guarding(self.guards, backend.limit(first_plan))
             at_once = None if then == sizes else sized.plan_at(sizes)
-            plan = known if at_once is None else at_once.plan
+            plan = first_plan if at_once is None else at_once.plan
         self.plan, modules = plan, plan.modules
         if not fakes:
             prepare(modules.forward)
@@ -529,15 +524,15 @@ class _Compilation:
             "it exchanges with other ranks, which have to run the same plan": any(map(is_collective, graph.nodes)),
         }
         if self.call.poses:
-            taken = sum(map(_is_primal, graph.find_nodes(op="placeholder")))
-            reasons["its inputs are not those of the call"] = self.shards.layouts or taken != len(self.inputs)
+            count = sum(map(_is_primal, graph.find_nodes(op="placeholder")))
+            reasons["its inputs are not those of the call"] = self.shards.layouts or count != len(self.inputs)
         else:
             reasons |= {
                 "a second memory is planned for fixed sizes": second_memory is not None,
                 "its plans are not those of a budget": not isinstance(self.backend.planner, Planner),
             }
-        if found := [reason for reason, is_so in reasons.items() if is_so]:
-            raise NotFree(found[0])
+        if obstacles := [reason for reason, is_so in reasons.items() if is_so]:
+            raise NotFree(obstacles[0])
 
     def _find_budget(self, graph: fx.Graph, device: torch.device, *, fakes: bool) -> int:
         """Find the bytes that the step may take, before anything is measured; 0 means any number."""
@@ -554,11 +549,12 @@ class _Compilation:
         def bytes_of(*reach: Any) -> int:
             return step_problem.unread_bytes(reach, (), device, backend.block_bytes)
 
-        states = [] if updates is None else [[*of.values()] for o in updates.optimizers for of in o.state.values()]
+        optimizers = () if updates is None else updates.optimizers
+        states = [[*state.values()] for o in optimizers for state in o.state.values()]
         held = bytes_of(self.known, self.call.reach, updates and updates.reach, states)
-        there = available(device, held, in_arena=self.arena is not None, sharing=ranks.sharing_machine())
+        memory = available(device, held, in_arena=self.arena is not None, sharing=ranks.sharing_machine())
         exchange = None if updates is None else updates.exchange
         least = partial(ranks.least, graph=graph, exchange=exchange, device=device)
-        trained = (t for t in self.known if isinstance(t, torch.Tensor) and t.is_leaf and t.requires_grad)
-        planner.find_budget(there, least, 2 * bytes_of(*trained) if updates is None else 0)
+        leaves = (t for t in self.known if isinstance(t, torch.Tensor) and t.is_leaf and t.requires_grad)
+        planner.find_budget(memory, least, 2 * bytes_of(*leaves) if updates is None else 0)
         return planner.budget

@@ -73,21 +73,21 @@ class Replays:
     def check(self, plan: Solution) -> None:
         """Note the bytes given and held for a plan that was found later; a SolverError if they exceed the budget."""
         plan.details.update(self.told(plan).details)
-        if (given := plan.details.get(GIVEN, 0)) > self.budget:
+        if (blocks := plan.details.get(GIVEN, 0)) > self.budget:
             most = exact_bytes(self.budget)
-            raise SolverError(f"PyTorch's allocator would give {exact_bytes(given)} for it, of a budget of {most}.")
+            raise SolverError(f"PyTorch's allocator would give {exact_bytes(blocks)} for it, of a budget of {most}.")
 
     def tell(self, plan: Solution) -> None:
         """Log the bytes given and held for a plan, and the saving by expandable segments."""
         if GIVEN not in plan.details:
             return
-        given, held, advice = plan.details[GIVEN], plan.details[HELD], ""
+        blocks, held, advice = plan.details[GIVEN], plan.details[HELD], ""
         if not self.state.expandable:
             best = self.steps(plan, expanding=True)
-            saved = (("gives", given - best.allocated), ("holds", held - best.reserved))
+            saved = (("gives", blocks - best.allocated), ("holds", held - best.reserved))
             words = [f"{format_bytes(more)} of what it {does}" for does, more in saved if more > 0]
             advice = f"; {EXPANDABLE} would save {' and '.join(words)}" if words else ""
-        figures = map(format_bytes, (plan.peak or 0, given, held))
+        figures = map(format_bytes, (plan.peak or 0, blocks, held))
         log.info("a plan asks for %s; PyTorch's allocator gives %s for it, and holds %s%s", *figures, advice)
 
 
@@ -100,39 +100,39 @@ def plan_in_blocks(find: Callable[[Problem, int], Solution], problem: Problem, r
     Raises:
         InfeasibleBudget: if the allocator gives more than the budget for the lowest plan, too: it says how much.
     """
-    beside, refused, tries = 0, None, 0
+    beside, refusal, tries = 0, None, 0
     while True:
         # Find a plan; where nothing fits any more beside what was set aside, take the lowest of all.
         try:
             solution = find(problem, beside)
         except InfeasibleBudget as error:
-            if refused is not None:
+            if refusal is not None:
                 raise
-            refused = error
+            refusal = error
             beside -= error.min_budget - error.budget  # which leaves room for the lowest plan, and no other
             continue
         # Replay it: it is taken if its blocks stay within the budget.
         solution = replays.told(solution)
-        given, asked = solution.details.get(GIVEN, 0), solution.peak or 0
-        if given <= replays.budget:
+        blocks, peak = solution.details.get(GIVEN, 0), solution.peak or 0
+        if blocks <= replays.budget:
             replays.tell(solution)
             return solution
-        if refused is not None:
+        if refusal is not None:
             # The blocks of the lowest plan are above the budget, too.
-            reserve = refused.budget - replays.budget
-            least = given + reserve
+            reserve = refusal.budget - replays.budget
+            least = blocks + reserve
             note = f" {format_bytes(reserve)} of it are reserved." if reserve else ""
             expanding = replays.steps(solution, expanding=True).allocated + reserve
             advice = f", {exact_bytes(expanding, up=True)} with {EXPANDABLE}" if expanding < least else ""
             why = (
-                f"No schedule fits {format_bytes(refused.budget)} in blocks of PyTorch's allocator: the lowest asks "
-                f"for {exact_bytes(asked + reserve)}, for which it gives more.{note}"
+                f"No schedule fits {format_bytes(refusal.budget)} in blocks of PyTorch's allocator: the lowest asks "
+                f"for {exact_bytes(peak + reserve)}, for which it gives more.{note}"
             )
-            raise infeasible(why, refused.budget, least, refused.op, note=advice)
+            raise infeasible(why, refusal.budget, least, refusal.op, note=advice)
         # Set aside what the blocks take beyond the bytes that are asked for.
         tries += 1
-        beside = given - asked if tries < TRIES else replays.budget  # nothing is left then
+        beside = blocks - peak if tries < TRIES else replays.budget  # nothing is left then
         log.info(
             "a plan asks for %s, and PyTorch's allocator gives %s; planning again with %s of the budget set aside",
-            *map(format_bytes, (asked, given, beside)),
+            *map(format_bytes, (peak, blocks, beside)),
         )

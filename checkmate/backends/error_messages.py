@@ -236,16 +236,16 @@ def explained(error: Exception, fn: Callable[..., Any]) -> Exception:
         if _COUNTED.search(str(error)):
             # Among batch norms without momentum only SyncBatchNorm is refused.
             norms = [
-                f"{name} ({type(one).__name__})"
+                f"{name} ({type(part).__name__})"
                 for module in held_modules(fn, ())
-                for name, one in module.named_modules()
-                if isinstance(one, nn.SyncBatchNorm) and one.momentum is None
+                for name, part in module.named_modules()
+                if isinstance(part, nn.SyncBatchNorm) and part.momentum is None
             ]
-            said = (
+            message = (
                 f"{', '.join(norms) or 'a batch norm'}: momentum=None weighs each batch by 1 / num_batches_tracked, "
                 "another number in each step, and each would get a plan of its own."
             )
-            return Unsupported(f"Cannot capture {name}: {said}{place}\n{_MOMENTUM}")
+            return Unsupported(f"Cannot capture {name}: {message}{place}\n{_MOMENTUM}")
         advice = EXPERTS if _CHOICE.search(str(error)) else _FIXED
         return Unsupported(f"Cannot capture {name}: {_NUMBER}{place}\n{advice}")
     # The user's code fails, with checkmate or without: an op, what it raises itself, an argument of a wrong type.
@@ -262,51 +262,51 @@ def explained(error: Exception, fn: Callable[..., Any]) -> Exception:
             if hasattr(users, "add_note") and place:  # from Python 3.11 on
                 users.add_note(f"raised at{place.rstrip()}")
             return users
-        said = f"{type(users).__name__}: {users} is raised here.{place}"
-        return Unsupported(f"Cannot capture {name}: {said}\n{_advice(said, _ONE_GRAPH)}")
-    if refused := _WRONG_TYPE.search(str(error)):
-        said = re.sub(r"\bimmutable_(list|dict)\b", r"\1", refused.group(1))  # as fx calls them
-        return TypeError(f"{said}{place}")
+        message = f"{type(users).__name__}: {users} is raised here.{place}"
+        return Unsupported(f"Cannot capture {name}: {message}\n{_advice(message, _ONE_GRAPH)}")
+    if match := _WRONG_TYPE.search(str(error)):
+        message = re.sub(r"\bimmutable_(list|dict)\b", r"\1", match.group(1))  # as fx calls them
+        return TypeError(f"{message}{place}")
     # Dynamo or AOTAutograd refuses. This version of PyTorch may be the reason.
     hint = "" if is_tried() else f"\ncheckmate has not been tried on PyTorch {torch.__version__}."
     hint += f"\nOn this PyTorch it leaves out: {', '.join(LEFT_OUT)} (checkmate doctor)." if LEFT_OUT else ""
     if isinstance(error, (dynamo.Unsupported, dynamo.UserError)):
-        said, explanation = str(error).strip().splitlines()[0].strip(), _explanation(error)
-        said = f"{said}. {explanation.strip()}{place}" if explanation else f"{said}{place}"
+        message, explanation = str(error).strip().splitlines()[0].strip(), _explanation(error)
+        message = f"{message}. {explanation.strip()}{place}" if explanation else f"{message}{place}"
         # Within a backward, or a checkpoint, the advice is another one.
         around = f"\n{_IN_CHECKPOINT}" if "Operator: torch.utils.checkpoint" in str(error) else ""
         if re.search(r"(autograd\.Function|\.apply\()[\s\S]* in backward\n", str(error)):
             around = f"\n{_IN_BACKWARD}"
-        return Unsupported(f"Cannot capture {name}: {said}\n{_advice(f'{said}{around}', _ONE_GRAPH)}{hint}")
+        return Unsupported(f"Cannot capture {name}: {message}\n{_advice(f'{message}{around}', _ONE_GRAPH)}{hint}")
     inner = getattr(error, "inner_exception", None) or error.__cause__ or error
-    said = f"{type(inner).__name__}: {re.split('from user code|While executing %', str(inner))[0].strip()}{place}"
+    message = f"{type(inner).__name__}: {re.split('from user code|While executing %', str(inner))[0].strip()}{place}"
     if _ASSERTS in str(inner):
-        said = f"PyTorch fails a check of its own while it traces an op.{place}"
-    return Unsupported(f"Cannot compile {name}: {said}\n{_advice(str(inner), _INTERNAL)}{hint}")
+        message = f"PyTorch fails a check of its own while it traces an op.{place}"
+    return Unsupported(f"Cannot compile {name}: {message}\n{_advice(str(inner), _INTERNAL)}{hint}")
 
 
 def of_op(error: Exception) -> str:
     """The line of the user's code whose op fails while it is traced, and PyTorch's first sentence on it."""
     inner = getattr(error, "inner_exception", None) or error.__cause__ or error
-    said = re.search(r"got \w+\(['\"](.+?)['\"]\)", str(error)) or re.match(r"\s*(.+)", str(inner))
-    sentence = "" if said is None else re.split(r"\. |\.?\\n", said[1])[0]
+    match = re.search(r"got \w+\(['\"](.+?)['\"]\)", str(error)) or re.match(r"\s*(.+)", str(inner))
+    sentence = "" if match is None else re.split(r"\. |\.?\\n", match[1])[0]
     return f"{' '.join(_place(error).split())} ({sentence})"
 
 
 def _as_eager(error: Exception) -> str:
     """The message of plain PyTorch for an op that fails on the shapes or types of its arguments."""
-    raised = re.search(r"got \w+\((['\"])(?P<said>.+?)\1\)", str(error), re.DOTALL)
-    said = raised["said"] if raised else _explanation(error)
-    said = f"{said} {_NO_DATA}" if re.search(r"\bmeta\b", said) else said or str(error)
+    match = re.search(r"got \w+\((['\"])(?P<said>.+?)\1\)", str(error), re.DOTALL)
+    message = match["said"] if match else _explanation(error)
+    message = f"{message} {_NO_DATA}" if re.search(r"\bmeta\b", message) else message or str(error)
     for pattern, op in _SHAPES.items():  # reworded by tracing
-        if found := re.search(pattern, said):
-            a, b = ([int(n) for n in re.findall(r"\d+", shape)] for shape in found.groups())
-            one = torch.zeros(())
+        if match := re.search(pattern, message):
+            a, b = ([int(n) for n in re.findall(r"\d+", shape)] for shape in match.groups())
+            scalar = torch.zeros(())
             try:
-                op(one.expand(b if op is torch.add else a), one.expand(a if op is torch.add else b))
+                op(scalar.expand(b if op is torch.add else a), scalar.expand(a if op is torch.add else b))
             except RuntimeError as eager:
                 return str(eager)
-    return re.sub(_IN_CAT, r"Expected size \1 but got size \2 for tensor number \3 in the list.", said)
+    return re.sub(_IN_CAT, r"Expected size \1 but got size \2 for tensor number \3 in the list.", message)
 
 
 _FAILING = "failed while attempting to run meta", "fake tensor raised"
@@ -339,8 +339,8 @@ def refuse_lazy(fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
 
 def _explanation(error: Exception) -> str:
     """Dynamo's explanation; for an op that fails, its call with the shapes of its arguments."""
-    said = re.search(r"Explanation: (.+)", str(error))
-    return said.group(1) if said and not said.group(1).endswith(":") else ""  # a list of reasons follows
+    match = re.search(r"Explanation: (.+)", str(error))
+    return match.group(1) if match and not match.group(1).endswith(":") else ""  # a list of reasons follows
 
 
 def _place(error: Exception) -> str:
@@ -352,5 +352,5 @@ def _place(error: Exception) -> str:
     return f"\n  {file}:{line} in {function}: {code.strip()}"
 
 
-def _advice(said: str, otherwise: str) -> str:
-    return next((advice for pattern, advice in _ADVICE if re.search(pattern, said, re.IGNORECASE)), otherwise)
+def _advice(message: str, otherwise: str) -> str:
+    return next((advice for pattern, advice in _ADVICE if re.search(pattern, message, re.IGNORECASE)), otherwise)

@@ -55,7 +55,7 @@ class Kind:
 
     @contextmanager
     def marked(self, args: Any, kwargs: Any) -> Iterator[None]:
-        """Within the block, Dynamo takes the open sizes of these arguments for inputs, unless the step fixes them."""
+        """Have Dynamo take open sizes of these arguments for inputs within the block, unless the step fixes them."""
         tensors: list[torch.Tensor] = []
         _types((args, kwargs), tensors)
         sizes = iter(self.sizes)
@@ -84,18 +84,18 @@ def _same(tensor: torch.Tensor, dim: int) -> Iterator[tuple[torch.Tensor, int]]:
     yield tensor, dim
     base = tensor._base
     if base is not None:
-        alike = zip(base.shape, base.stride(), strict=True)
-        yield from ((base, d) for d, one in enumerate(alike) if one == (tensor.shape[dim], tensor.stride(dim)))
+        pairs = zip(base.shape, base.stride(), strict=True)
+        yield from ((base, d) for d, pair in enumerate(pairs) if pair == (tensor.shape[dim], tensor.stride(dim)))
 
 
-def _types(given: Any, tensors: list[torch.Tensor]) -> Any:
+def _types(tree: Any, tensors: list[torch.Tensor]) -> Any:
     """The types of a call, without sizes; append its tensors."""
-    if isinstance(given, torch.Tensor) and not given.is_nested:
-        tensors.append(given)
-        return given.dim(), given.dtype, given.device, given.requires_grad, given.is_leaf
-    kind = type(given)
+    if isinstance(tree, torch.Tensor) and not tree.is_nested:
+        tensors.append(tree)
+        return tree.dim(), tree.dtype, tree.device, tree.requires_grad, tree.is_leaf
+    kind = type(tree)
     if kind in (tuple, list):
-        return kind, *(_types(one, tensors) for one in given)
+        return kind, *(_types(item, tensors) for item in tree)
     if kind is dict:
-        return kind, *((name, _types(value, tensors)) for name, value in given.items())
-    return given if kind in (bool, str) else kind
+        return kind, *((name, _types(value, tensors)) for name, value in tree.items())
+    return tree if kind in (bool, str) else kind

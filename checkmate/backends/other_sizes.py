@@ -63,22 +63,22 @@ class Earlier:
             return None, []
         problems = [captured, without_rules(plan.problem)]
         whole = reading.problem(joint, problems)
-        same = next((one for one in whole.splits_in_turn() if one.splits == plan.problem.splits), None)
+        same = next((split for split in whole.splits_in_turn() if split.splits == plan.problem.splits), None)
         if same is None:
             raise NotFree("its loss does not run in the same parts")
         problem = with_rules(same, as_mapping(plan.problem))
-        about: dict[str, Any] = {"bound": plan.bound, "seconds": plan.seconds, "origin": plan.origin}
-        return again(plan, problem, plan.budget, **about), [whole] if same is whole else [whole, same]
+        keywords: dict[str, Any] = {"bound": plan.bound, "seconds": plan.seconds, "origin": plan.origin}
+        return again(plan, problem, plan.budget, **keywords), [whole] if same is whole else [whole, same]
 
 
 @dataclass(frozen=True, eq=False)
 class Reading:
-    """How a joint graph with open sizes is read at given sizes.
+    """The way to read a joint graph with open sizes at given ones.
 
     ``rewrite`` makes the graph's ops those that run, ``fuse`` groups of these one op each, if given; ``read`` finds ops
     and values, ``pose`` adds costs and bytes, measured here, and ``split`` the splits of its loss
-    (`with_loss_in_parts`). ``pose`` counts all that is in use beside a call of the capture, if not given ``in_all`` of
-    another one: a function of the bytes that the graph reads.
+    (`with_loss_in_parts`). ``pose`` counts all that is in use beside the captured call, or beside another one, given
+    the ``in_all`` of that: a function of the bytes that the graph reads.
     """
 
     module: fx.GraphModule
@@ -127,23 +127,23 @@ class Reading:
                 return earlier, then
         raise reasons[0]
 
-    def known(self, joint: Joint, *known: Problem) -> Problem | None:
-        """Its problem, by the costs of one with the same ops; None if none has."""
+    def known(self, joint: Joint, *problems: Problem) -> Problem | None:
+        """The problem of a step, by the costs of one of these with the same ops; None if none has them."""
         with outside_tracing():
-            problems = (step_problem.at_other_sizes(joint, one, self.source) for one in known)
-            return next((problem for problem in problems if problem is not None), None)
+            candidates = (step_problem.at_other_sizes(joint, problem, self.source) for problem in problems)
+            return next((problem for problem in candidates if problem is not None), None)
 
-    def problem(self, joint: Joint, known: Sequence[Problem]) -> Problem:
-        """Its problem, and the splits of its loss, by the costs of known ones where these have the same ops."""
+    def problem(self, joint: Joint, problems: Sequence[Problem]) -> Problem:
+        """The problem of a step, with the splits of its loss, by the costs of those of these that have the same ops."""
 
         def pose(joint: Joint) -> Problem:
-            return self.known(joint, *known) or self.pose(joint)
+            return self.known(joint, *problems) or self.pose(joint)
 
-        splits = [name for problem in known for name in problem.splits]
+        splits = [name for problem in problems for name in problem.splits]
         return self.split(pose(joint), joint.module, pose, splits)
 
     def again(self, sizes: Sizes, ops: Sequence[Op], splits: Sequence[str]) -> Joint:
-        """The step at these sizes as it was read before, in the order of its ops, and with its loss split so."""
+        """The step at these sizes, read as before: with these ops in this order, and these splits of its loss."""
         joint = self.joint(sizes)
         if splits:
             with outside_tracing():
@@ -151,10 +151,10 @@ class Reading:
         place = {op.name: k for k, op in enumerate(joint.graph.ops)}
         return joint.in_order([place[op.name] for op in ops])
 
-    def split_further(self, sizes: Sizes, known: Sequence[Problem], splits: Sequence[str]) -> Problem | None:
+    def split_further(self, sizes: Sizes, problems: Sequence[Problem], splits: Sequence[str]) -> Problem | None:
         """The problem at these sizes with its loss in more parts than in these splits."""
-        problem = self.problem(self.joint(sizes), known)
-        same = next((one for one in problem.splits_in_turn() if one.splits == splits), None)
+        problem = self.problem(self.joint(sizes), problems)
+        same = next((split for split in problem.splits_in_turn() if split.splits == splits), None)
         return None if same is None or same.next_split is None else same.next_split()
 
     def hand_over(self, *inputs: Any) -> NoReturn:
@@ -166,7 +166,7 @@ class SizedCall(Exception):
     """Raised in place of a result, with a reading and the inputs of a call, by which its problem is posed."""
 
     def problem(self, reach: Any) -> Problem:
-        """The problem that a capture of this call, which reaches so much, would pose."""
+        """The problem that a capture of this call would pose; ``reach`` holds all tensors of the step."""
         reading, inputs = self.args
         joint, in_all = reading.joint(tuple(inputs[i] for i in reading.places), inputs), reading.in_all(inputs, reach)
         pose = partial(reading.pose, in_all=in_all)
@@ -178,9 +178,9 @@ class SizedCall(Exception):
 class SizedPlan(SwappablePlan):
     """The plan at other sizes than the first, which can let go of the graphs of its step."""
 
-    def __init__(self, plan: Solution, captured: Problem, reading: Reading, sizes: Sizes, known: list[Problem]) -> None:
+    def __init__(self, plan: Solution, captured: Problem, reading: Reading, sizes: Sizes, peers: list[Problem]) -> None:
         super().__init__(plan, captured)
-        self._reading, self._at, self._others = reading, sizes, known
+        self._reading, self._at, self._others = reading, sizes, peers
 
     def let_go(self) -> None:
         """Keep the plan, and read the step anew where somebody asks for its graphs."""
@@ -203,7 +203,7 @@ class SizedPlans(Around):
     Args:
         earlier: the capture whose place this one takes.
         training: its plan, with the search for a better one; or a new plan.
-        known: that plan, for the step at these sizes as it is captured now.
+        first: that plan, for the step at these sizes as it is captured now.
         problems: of the step at these sizes, and with its loss in parts.
         sizes: of that plan.
         find: gives a plan for a problem, with known plans beside it.
@@ -217,7 +217,7 @@ class SizedPlans(Around):
         reading: Reading,
         earlier: Earlier,
         training: SwappablePlan,
-        known: Solution,
+        first: Solution,
         problems: list[Problem],
         sizes: Sizes,
         find: Callable[[Problem, Sequence[Solution]], Solution],
@@ -225,7 +225,7 @@ class SizedPlans(Around):
         code: SwappableCode,
         most: int,
     ) -> None:
-        self.training, self.sizes, self._first = training, sizes, known
+        self.training, self.sizes, self._first = training, sizes, first
         self.earlier = weakref.ref(earlier)
         self._reading, self._find, self._write, self._code, self._most = reading, find, write, code, most
         self._problems = problems
@@ -253,7 +253,7 @@ class SizedPlans(Around):
         self._guard_bytes = partial(step_problem.guard_bytes, guards=guards, limit=limit)
 
     def before(self, inputs: list[Any]) -> None:
-        """Before each forward, install a better plan for the largest sizes, if there is one."""
+        """Install a better plan for the largest sizes before a forward, if there is one."""
         self._call.inputs = [weakref.ref(x) if isinstance(x, torch.Tensor) else lambda x=x: x for x in inputs]
         self.training.before(inputs)
 
@@ -305,13 +305,13 @@ class SizedPlans(Around):
 
     def _add(self, sizes: Sizes, plan: SwappablePlan, taken: int) -> None:
         solution = plan.plan
-        if all(len(known.graph.ops) != len(solution.problem.graph.ops) for known in self._problems):
+        if all(len(problem.graph.ops) != len(solution.problem.graph.ops) for problem in self._problems):
             problem = without_rules(solution.problem)
             self._problems.append(replace(problem, codegen=Codegen(step_problem.joint_of(problem)), next_split=None))
         plan.plan = step_problem.with_guards(solution, taken)
-        for other in self._others.values():  # but the graphs of the newest, of which its first backward may ask
-            if isinstance(other, SizedPlan):
-                other.let_go()
+        for sized_plan in self._others.values():  # but the graphs of the newest, of which its first backward may ask
+            if isinstance(sized_plan, SizedPlan):
+                sized_plan.let_go()
         if solution.rest is not None and plan.captured.keep_all_cost > self.training.captured.keep_all_cost:
             # It is larger than all before: search for a better one, and no more for that of the smaller sizes.
             self.training.end()

@@ -65,7 +65,7 @@ def refuse_inexact(module: fx.GraphModule) -> None:
                 f"{where(node)}: a tensor of torch.complex32 that is not contiguous has gradients with other last "
                 "bits. Call .contiguous() on it, or compute in complex64."
             )
-        if name == "ormqr" and (made := node.meta["example_value"]).is_complex() and made.requires_grad:
+        if name == "ormqr" and value.is_complex() and value.requires_grad:
             raise Unsupported(
                 f"{where(node)}: the gradient of torch.ormqr of complex numbers is traced by a formula with other last "
                 "bits. Multiply by torch.linalg.householder_product(a, tau), which is the matrix that it multiplies by."

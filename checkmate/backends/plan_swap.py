@@ -84,7 +84,7 @@ class SwappablePlan(Around):
         self._write: Write | None = None  # None: no plan can take over
 
     def go_on(
-        self, rest: Query, code: SwappableCode, write: Write, *, taken: int = 0, sizes: tuple[int, ...] = ()
+        self, query: Query, code: SwappableCode, write: Write, *, taken: int = 0, sizes: tuple[int, ...] = ()
     ) -> None:
         """Begin to search for better plans, whose code replaces the first one's ``code``, for calls of these sizes.
 
@@ -96,7 +96,7 @@ class SwappablePlan(Around):
         self._tried: Any = None  # the last news that were looked at
         self._versions = -1  # of all parameters together, at the last forward
         self._looking = threading.Lock()
-        self._search = Search(rest)
+        self._search = Search(query)
         weakref.finalize(self, self._search.end)
         self._search.start()
 
@@ -125,8 +125,8 @@ class SwappablePlan(Around):
             return Planning(plan.cost, plan.bound, plan.seconds, goes_on=False, swaps=0)
         news = search.news
         cost, bound = min(news.cost, plan.cost), max(news.bound, plan.bound)
-        spent = self._began + news.seconds
-        return Planning(cost, min(bound, cost), spent, search.goes_on, self.swaps, search.failure)
+        seconds = self._began + news.seconds
+        return Planning(cost, min(bound, cost), seconds, search.goes_on, self.swaps, search.failure)
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait up to ``timeout`` seconds for planning to end; tell whether it has ended."""
@@ -136,7 +136,7 @@ class SwappablePlan(Around):
             return self._search.wait(timeout)
 
     def before(self, inputs: list[Any]) -> None:
-        """Before each forward, install a better plan if no backward is pending and no gradient accumulates."""
+        """Install a better plan before a forward, if no backward is pending and no gradient accumulates."""
         if self._write is None or self._search is None or not self._looking.acquire(blocking=False):
             return  # or another thread does
         try:
@@ -150,11 +150,11 @@ class SwappablePlan(Around):
                 # Verify and simulate the plan that was found, write its code, and swap that in.
                 self._tried = news
                 problem, method, began = self.plan.problem, self.plan.method, time.perf_counter()
-                about: dict[str, Any] = {"seconds": self._began + news.seconds, "origin": "beside the training"}
+                keywords: dict[str, Any] = {"seconds": self._began + news.seconds, "origin": "beside the training"}
                 try:
-                    found = certify(problem, self.plan.budget, news.plan, method=method, bound=news.bound, **about)
-                    found = with_guards(found, self._taken)
-                    code = self._write(found)
+                    plan = certify(problem, self.plan.budget, news.plan, method=method, bound=news.bound, **keywords)
+                    plan = with_guards(plan, self._taken)
+                    code = self._write(plan)
                 except SolverError as error:  # no reason to end a training
                     log.warning("A plan that was found beside the training cannot take over: %s", error)
                     return
@@ -162,15 +162,15 @@ class SwappablePlan(Around):
                     log.info("a plan that was found beside the training does not fit the captured graph")
                     return
                 self._code.swap(*code, self._sizes)
-                self.plan, self.swaps = found, self.swaps + 1
-                log.info("a better plan took over, within %s: %s", format_seconds(time.perf_counter() - began), found)
+                self.plan, self.swaps = plan, self.swaps + 1
+                log.info("a better plan took over, within %s: %s", format_seconds(time.perf_counter() - began), plan)
             elif over:
                 # Let go of the search, whose best plan has taken over.
-                known = self.known
-                if not contradicts(known.bound, self.plan.cost) and known.bound > self.plan.bound:
-                    closed = self.plan.cost - known.bound <= OPTIMAL_GAP * self.plan.cost
+                planning = self.known
+                if not contradicts(planning.bound, self.plan.cost) and planning.bound > self.plan.bound:
+                    closed = self.plan.cost - planning.bound <= OPTIMAL_GAP * self.plan.cost
                     status = Status.OPTIMAL if closed else self.plan.status
-                    self.plan = replace(self.plan, bound=known.bound, seconds=known.seconds, status=status)
+                    self.plan = replace(self.plan, bound=planning.bound, seconds=planning.seconds, status=status)
                 self._write = None
         finally:
             self._looking.release()
@@ -183,12 +183,12 @@ def is_swappable(joint: Joint) -> bool:
     (`checkmate.codegen.emit`); and more where subclasses are taken apart, or tokens order side effects.
     """
     step, nodes = joint.step, joint.module.graph.nodes
-    found = [*step.forward_descs, *step.backward_descs, *(node.meta.get("desc") for node in step.placeholders)]
+    descs = [*step.forward_descs, *step.backward_descs, *(node.meta.get("desc") for node in step.placeholders)]
     kinds = [node.meta.get("val") for node in step.placeholders if node not in step.numbers]
     return (
         not any(is_unchecked(node) and node.op != "placeholder" for node in nodes)
         and all(isinstance(kind, (torch.Tensor, int)) for kind in kinds)
-        and not any(isinstance(desc, (*_OF_SEVERAL, *_TOKENS)) for desc in found)
+        and not any(isinstance(desc, (*_OF_SEVERAL, *_TOKENS)) for desc in descs)
     )
 
 
@@ -239,8 +239,8 @@ class SwappableCode:
         """Drop the code for these sizes, and what no backward can ask for any more."""
         self._runs["forward"].pop(self._now.pop(sizes, -1), None)
         self._last.pop(sizes, None)
-        kept = {*self._now.values(), *self.alive.values()}
-        self._runs["backward"] = {number: run for number, run in self._runs["backward"].items() if number in kept}
+        numbers = {*self._now.values(), *self.alive.values()}
+        self._runs["backward"] = {number: run for number, run in self._runs["backward"].items() if number in numbers}
 
     def _forward(self, inputs: list[Any]) -> Any:
         sizes = tuple(inputs[i] for i in self._places)

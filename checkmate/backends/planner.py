@@ -104,23 +104,23 @@ class Options:
     host_bytes: int = field(init=False, repr=False)  # of the second memory; 0 if there is none, or nobody says
 
     @classmethod
-    def of(cls, way_in: Callable[..., Any], known: Iterable[str], given: Mapping[str, Any], budget: Bytes) -> Options:
+    def of(cls, way_in: Callable[..., Any], names: Iterable[str], chosen: Mapping[str, Any], budget: Bytes) -> Options:
         """Make options from the keywords of a public function; a TypeError names an unknown one."""
-        for name in given:
-            if name not in known:
+        for name in chosen:
+            if name not in names:
                 kinds = signature(way_in).parameters.values()
                 own = [p.name for p in kinds if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-                all_known = [*own, *(f.name for f in fields(cls) if f.name in known)]
+                all_known = [*own, *(f.name for f in fields(cls) if f.name in names)]
                 raise TypeError(no_option(f"checkmate.{way_in.__name__}", name, all_known))
-        return cls(budget, **given)
+        return cls(budget, **chosen)
 
     @classmethod
-    def among(cls, names: Iterable[str], given: dict[str, Any], **own: Any) -> Options:
+    def among(cls, names: Iterable[str], keywords: dict[str, Any], **own: Any) -> Options:
         """Take options out of the keywords of a call; a TypeError for one that only earlier versions had."""
         for name, values in GONE.items():
-            if isinstance(value := given.get(name), str) and value in values:  # else it is an argument of the step
+            if isinstance(value := keywords.get(name), str) and value in values:  # else it is an argument of the step
                 raise TypeError(no_option("checkmate", name, ()))
-        return cls(**own, **{name: given.pop(name) for name in names if name in given})
+        return cls(**own, **{name: keywords.pop(name) for name in names if name in keywords})
 
     def __post_init__(self) -> None:
         if isinstance(self.max_plans, bool) or not isinstance(self.max_plans, int) or self.max_plans < 1:
@@ -178,12 +178,12 @@ INSTEAD = {
 }
 
 
-def no_option(way_in: str, name: object, known: Sequence[str]) -> str:
+def no_option(way_in: str, name: object, names: Sequence[str]) -> str:
     """The message for an unknown option, with what to write instead."""
     if name in GONE:
         return f"{way_in} has no option {name!r} any more. {INSTEAD[str(name)]}."
-    near = get_close_matches(str(name), known, 1)
-    meant = f"Did you mean {near[0]!r}?" if near else f"Its options are {', '.join(known)}."
+    matches = get_close_matches(str(name), names, 1)
+    meant = f"Did you mean {matches[0]!r}?" if matches else f"Its options are {', '.join(names)}."
     return f"{way_in} has no option {name!r}. {meant}"
 
 
@@ -211,19 +211,19 @@ class Planner:
         """Bytes that a running step may take."""
         return self.total - self.reserve
 
-    def find_budget(self, there: Available, least: Callable[[int], int], state: int) -> None:
+    def find_budget(self, memory: Available, least: Callable[[int], int], state: int) -> None:
         """Take the budget's share of the free memory, if the options name no bytes.
 
         Args:
-            there: the free memory.
+            memory: the free memory.
             least: gives the least of a number of bytes on all ranks that need the same plan.
             state: bytes that an optimizer may come to hold, which are set aside where no reserve is named.
         """
         share = self.options.share
         assert share is not None
-        self.total = max(1, least(rounded_down(int(share * there.bytes))))
-        of = "what there is" if share == 1 else f"{100 * share:g}% of what there is"
-        self.source = f"The budget is {of}, {exact_bytes(self.total)}: {there}."
+        self.total = max(1, least(rounded_down(int(share * memory.bytes))))
+        words = "what there is" if share == 1 else f"{100 * share:g}% of what there is"
+        self.source = f"The budget is {words}, {exact_bytes(self.total)}: {memory}."
         if self.options.reserve is None and state:
             self.reserve = state
             self.source += (
@@ -244,11 +244,11 @@ class Planner:
         """
         # Apply the rules, except rules that named an op of an earlier graph and name none here.
         if rules := self.options.rules:
-            named = {pattern for pattern in rules if names_any(pattern, problem.graph)}
-            if absent := [pattern for pattern in rules if pattern in self._named - named]:
+            patterns = {pattern for pattern in rules if names_any(pattern, problem.graph)}
+            if absent := [pattern for pattern in rules if pattern in self._named - patterns]:
                 log.info("in this graph rules name nothing: %s", ", ".join(map(repr, absent)))
             problem = with_rules(problem, {pattern: asks for pattern, asks in rules.items() if pattern not in absent})
-            self._named |= named
+            self._named |= patterns
             solve.refuse_unknown_rules(problem, self.options.method)
         solve.check_homes(problem, self.options.method)
         # Refuse a reserve that leaves nothing.
@@ -260,13 +260,12 @@ class Planner:
             cheapest = cheapest_known(problem, self.total - reserve, known)
             if cheapest is not None:
                 return cheapest
-        # The question.
         together, budget, seconds, wait = ranks.train_together(), self.total - reserve, options.time_limit, inf
         if go_on and not together and options.wait != "best":
             wait = options.wait if not isinstance(options.wait, str) else FIRST_SECONDS
         query = Query(problem, budget, options.method, seconds, wait=wait, cache=options.cache)
-        # Its way: the loss in more parts where none fits; one of the ranks for all; known plans; a first one; a method.
-        earlier = [plan for known in self._made if (plan := known()) is not None]
+        # Ways to a plan: the loss in more parts if none fits; one rank for all; known plans; a first one; a method.
+        earlier = [plan for reference in self._made if (plan := reference()) is not None]
         look_on = wait == inf and not together  # ranks, whose costs differ, have to ask alike
         known_or_new = plan_cache.kept(first_plan(solve.attempt), earlier)
         solver = solve.cheapest_split(ranks.one_plan(known_or_new), look_on=look_on)
@@ -279,5 +278,5 @@ class Planner:
             smallest, op = solution.refusal.min_budget + reserve, solution.refusal.op
             raise InfeasibleBudget(solution.message, budget=self.total, min_budget=smallest, op=op)
         solution = solve.with_halved(solution)
-        self._made = [*(known for known in self._made if known() is not None), weakref.ref(solution)]
+        self._made = [*(reference for reference in self._made if reference() is not None), weakref.ref(solution)]
         return solution

@@ -56,14 +56,14 @@ BEAT_SECONDS = 1.0  # between two signs of life of the rank that plans
 SILENCE_SECONDS = 15.0  # without one, after which that rank counts as gone
 
 
-def one_plan(solver: Solver, what: str = "plan") -> Solver:
-    """Ask the solver on one of the ranks that ask for the same, or without ranks here.
+def one_plan(solver: Solver, kind: str = "plan") -> Solver:
+    """Make a solver that one of the ranks runs for all that ask the same question; without ranks it runs here.
 
     A plan of another rank comes with that rank's seconds. Where it does not fit, as more is resident here, this rank
     plans for itself, with a warning. A SolverError says that the rank that plans fails, has ended or does not answer.
 
     Args:
-        what: the solver gives: answers to the same query may be a plan, and the reason why there is none.
+        kind: of answer: those to the same query may be a plan, and the reason why there is none.
 
     >>> from checkmate import Problem
     >>> from checkmate.solvers.solve import attempt
@@ -79,7 +79,7 @@ def one_plan(solver: Solver, what: str = "plan") -> Solver:
         # Agree, among the ranks that ask the same question, on the one that plans: the first to ask.
         rank, host, links = str(dist.get_rank()), query.problem.host, query.problem.graph.links
         prints, room = fingerprints(query.problem), None if host is None else host.budget
-        asks = [prints.structure, prints.sizes, query.budget, query.method, what, room, links, __version__]
+        asks = [prints.structure, prints.sizes, query.budget, query.method, kind, room, links, __version__]
         question = f"checkmate/{hashlib.sha256(json.dumps(asks).encode()).hexdigest()}"
         try:
             key = f"{question}/{store.add(f'{question}/asked by {rank}', 1)}"  # whoever asks again, plans again
@@ -112,8 +112,8 @@ def one_plan(solver: Solver, what: str = "plan") -> Solver:
         # Follow its plan, if that fits here.
         if "failure" in document:
             raise SolverError(f"Rank {planner} was to plan this step for all, and failed. {document['failure']}")
-        if (followed := _follow(document, query, planner)) is not None:
-            return followed
+        if (solution := _follow(document, query, planner)) is not None:
+            return solution
         log.warning("The plan of rank %s does not fit rank %s, which plans for itself.", planner, rank)
         return solver(query)
 
@@ -121,7 +121,7 @@ def one_plan(solver: Solver, what: str = "plan") -> Solver:
 
 
 class SameExchanges(Around):
-    """Before a step gathers parameters again, check with the other ranks that all will.
+    """Check with the other ranks, before a step gathers parameters again, that all will.
 
     A rank whose plan is another, as its batch is smaller, would wait for the others in vain, or take what was sent for
     something else.
@@ -136,8 +136,8 @@ class SameExchanges(Around):
         groups = dict.fromkeys(n.args[-1] for n in talking if n.target is GATHER_AGAIN) if train_together() else {}
         # A group compares its exchanges, as one number.
         self._device = device_of(joint.module.graph)
-        said = [(n.args[-1], n.name, tuple(n.meta["val"].shape), n.args[1:]) for n in talking]
-        self.numbers = {group: as_number([what for what in said if what[0] == group]) for group in groups}
+        exchanges = [(n.args[-1], n.name, tuple(n.meta["val"].shape), n.args[1:]) for n in talking]
+        self.numbers = {group: as_number([e for e in exchanges if e[0] == group]) for group in groups}
 
     def before(self, inputs: list[Any]) -> None:
         """Compare them in each group."""
@@ -208,8 +208,8 @@ def _plan_for_all(solver: Solver, query: Query, store: Any, key: str) -> Solutio
         thread.join()
     answer: dict[str, Any]
     if solution.plan is None:
-        about = {"status": solution.status.name, "method": solution.method, "message": solution.message}
-        answer = {**about, "refusal": None if solution.refusal is None else asdict(solution.refusal)}
+        answer = {"status": solution.status.name, "method": solution.method, "message": solution.message}
+        answer["refusal"] = None if solution.refusal is None else asdict(solution.refusal)
     else:
         record = plan_cache.as_document(Record.of(solution, query.method, solution.seconds))
         host = solution.problem.host
@@ -229,8 +229,8 @@ def _follow(document: dict[str, Any], query: Query, planner: str) -> Solution | 
     costs = replace(problem.profile, seconds=np.array(document["seconds"]))
     record = plan_cache.from_document(document["record"], f"The plan of rank {planner}")
     host = None if document["host"] is None else Host(**document["host"])  # links differ as costs do
-    found = record.certified(replace(problem, profile=costs, host=host), budget)
-    return None if found is None else replace(found, origin=origin)
+    solution = record.certified(replace(problem, profile=costs, host=host), budget)
+    return None if solution is None else replace(solution, origin=origin)
 
 
 def refuse_wrapped(fn: object) -> None:

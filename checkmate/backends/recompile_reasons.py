@@ -42,36 +42,36 @@ def constants(own: types.FunctionType) -> dict[str, Constant]:
     return {source: value for source, value, _ in _compared(own)}
 
 
-def why_not(own: types.FunctionType, given: dict[str, Any]) -> list[Reason]:
+def why_not(own: types.FunctionType, arguments: dict[str, Any]) -> list[Reason]:
     """The values that differ between a call and the capture of ``own``, a function of any arguments.
 
-    None, if it is something else, such as a shape or a mode, or if Dynamo does not say. ``given``: the call's
+    None, if it is something else, such as a shape or a mode, or if Dynamo does not say. ``arguments``: the call's
     "args" and "kwargs", and the "fn" that was captured.
     """
     try:
         failed = [
-            part for entry in _entries(own) for part in entry.guard_manager.check_verbose(given).verbose_code_parts
+            part for entry in _entries(own) for part in entry.guard_manager.check_verbose(arguments).verbose_code_parts
         ]
     except (AttributeError, TypeError, RuntimeError):  # none of this is a public interface
         return []
-    return changed(own, given) if any(map(read, failed)) else []
+    return changed(own, arguments) if any(map(read, failed)) else []
 
 
-def changed(own: types.FunctionType, given: dict[str, Any]) -> list[Reason]:
+def changed(own: types.FunctionType, arguments: dict[str, Any]) -> list[Reason]:
     """Compare the values of a call with those of the capture of ``own``, whatever else differs."""
-    found = []
+    reasons = []
     for source, value, line in _compared(own):
-        now = value_now(source, own, given)
+        now = value_now(source, own, arguments)
         if now is not None and (type(now) is not type(value) or now != value):
-            found.append(Reason(source, value, now, line))
-    return found
+            reasons.append(Reason(source, value, now, line))
+    return reasons
 
 
 def _compared(own: types.FunctionType) -> list[tuple[str, Constant, str]]:
     try:
         roots = [entry.guard_manager.root for entry in _entries(own)]
         guards = [guard for root in roots for guard in (*_leaves(root), *root.get_epilogue_lambda_guards())]
-        return [found for guard in guards for part in guard.verbose_code_parts() if (found := read(part))]
+        return [comparison for guard in guards for part in guard.verbose_code_parts() if (comparison := read(part))]
     except (AttributeError, TypeError):
         return []
 
@@ -85,10 +85,10 @@ def _leaves(manager: Any) -> Iterator[Any]:
         yield from _leaves(child)
 
 
-def value_now(source: str, own: types.FunctionType, given: dict[str, Any]) -> Constant | None:
+def value_now(source: str, own: types.FunctionType, arguments: dict[str, Any]) -> Constant | None:
     """The value of a source in a call, as guards evaluate it; None if it is no number or text."""
     try:
-        value = eval(source, {"L": given, "G": _entries(own)[0].guard_manager.global_scope})
+        value = eval(source, {"L": arguments, "G": _entries(own)[0].guard_manager.global_scope})
     except (AttributeError, LookupError, NameError, RuntimeError, TypeError, ValueError):
         return None  # it is gone, or needs a function of Dynamo's
     return value if type(value) in (int, float, bool, str) else None
@@ -99,19 +99,19 @@ def _entries(own: types.FunctionType) -> list[Any]:
 
 
 def read(guard: str) -> tuple[str, Constant, str] | None:
-    """Source, value and line from a guard's text, if it compares with a value, and not what a tensor's shape gives.
+    """Source, value and line of a guard, from its text; None if it compares with no value, or a tensor's shape.
 
     >>> read("L['args'][0].beta == 0.5     # x * self.beta  # vae.py:12 in forward")
     ("L['args'][0].beta", 0.5, 'x * self.beta  # vae.py:12 in forward')
     """
-    found = _EQUALS.match(guard.strip())
-    if found is None or _OF_SHAPE.search(found["source"]):
+    match = _EQUALS.match(guard.strip())
+    if match is None or _OF_SHAPE.search(match["source"]):
         return None
     try:
-        value = ast.literal_eval(found["value"])
+        value = ast.literal_eval(match["value"])
     except (SyntaxError, ValueError):
         return None
-    return (found["source"], value, found["line"] or "") if isinstance(value, (int, float, bool, str)) else None
+    return (match["source"], value, match["line"] or "") if isinstance(value, (int, float, bool, str)) else None
 
 
 def spelled(source: str, fn: Callable[..., Any]) -> str:
@@ -131,10 +131,10 @@ def spelled(source: str, fn: Callable[..., Any]) -> str:
         place = int(positional.group(1))
         name = names[place] if place < len(names) else f"argument {place + 1}"
         source = name + source[positional.end() :]
-    if held := re.match(r"L\['fn'\]\.__closure__\[(\d+)\]\.cell_contents", source):
+    if match := re.match(r"L\['fn'\]\.__closure__\[(\d+)\]\.cell_contents", source):
         names = [*getattr(getattr(fn, "__code__", None), "co_freevars", ())]
-        place = int(held.group(1))
-        source = (names[place] if place < len(names) else "a closure") + source[held.end() :]
+        place = int(match.group(1))
+        source = (names[place] if place < len(names) else "a closure") + source[match.end() :]
     source = re.sub(r"^L\['fn'\](\.__self__)?", "self", source)
     for pattern, spelling in _SPELLINGS:
         source = pattern.sub(spelling, source)
@@ -155,13 +155,13 @@ def too_many(fn: Callable[..., Any], name: str, reasons: Sequence[Reason], most:
     if not advice and isinstance(last.now, (bool, str)):
         advice = "Compile one function for each value, or raise max_plans."
     elif not advice:
-        made = f"{changed} = torch.tensor({last.now!r})"
+        statement = f"{changed} = torch.tensor({last.now!r})"
         if re.fullmatch(r"self(\.\w+|\[\d+\])*\.\w+", changed):
             owner, _, attribute = changed.rpartition(".")
-            made = f"{owner}.register_buffer({attribute!r}, torch.tensor({last.now!r}))"
+            statement = f"{owner}.register_buffer({attribute!r}, torch.tensor({last.now!r}))"
         advice = (
-            f"Make it a tensor: {made} once, and {changed}.fill_(...) to change it. Where it is a size, let it take "
-            "fewer values, or raise max_plans."
+            f"Make it a tensor: {statement} once, and {changed}.fill_(...) to change it. Where it is a size, let it "
+            "take fewer values, or raise max_plans."
         )
     return (
         f"{changed} changes from call to call of {name}, and each value is captured and planned anew. Of the {most} "

@@ -41,7 +41,7 @@ Lower = Callable[[fx.GraphModule, list[Any]], Callable[..., Any]]
 def arenas(memory: Memory | None, *, cache: bool) -> Callable[[], Arena | None]:
     """A factory of arenas, one per captured step. Their library is built meanwhile; with ``cache`` it is kept.
 
-    Where a user did not ask for a memory, nobody is warned that there can be none.
+    A warning says that there can be none only if the user asked for one.
     """
     if memory == "allocator":
         return lambda: None
@@ -61,8 +61,8 @@ def lives_on(plan: Solution, device: torch.device) -> Lives:
     """The allocations of a plan on a device, in order, without values on the CPU such as generator states."""
     values, elsewhere = plan.problem.graph.values, set[str]()
     for value, nodes in zip(values, joint_of(plan.problem).nodes_of_value, strict=True):
-        made = tensors([node.meta["val"] for node in nodes])
-        if made and all(t.device.type != device.type for t in made):
+        results = tensors([node.meta["val"] for node in nodes])
+        if results and all(t.device.type != device.type for t in results):
             elsewhere.add(value.name)
     storages = ((block, first) for block, (first, *_) in storages_of(plan))
     blocks = [block for block, first in storages if first.role == "workspace" or first.name not in elsewhere]
@@ -91,14 +91,14 @@ def place_lower(lives: Lives) -> BackgroundCall:
 class FirstStep:
     """Compares the bytes of a first step with its plan; ``forget`` makes its ops be measured anew at the next plan.
 
-    ``made``: bytes of states of optimizers, which count as resident and are made by the first step.
+    ``state_bytes``: of states of optimizers, which count as resident and are made by the first step.
     """
 
-    def __init__(self, plan: Solution, device: torch.device, made: int, forget: Callable[[], None]) -> None:
+    def __init__(self, plan: Solution, device: torch.device, state_bytes: int, forget: Callable[[], None]) -> None:
         assert plan.peak is not None
         self._resident = plan.problem.resident
         self.planned = plan.peak - self._resident  # bytes
-        self._device, self._made, self._forget, self._said = device, made, forget, False
+        self._device, self._made, self._forget, self._said = device, state_bytes, forget, False
         self._waits = {*PHASES}  # phases that were not called yet
         self._levels: list[int] = []  # in use on the accelerator: before and after the forward, before the backward
 
@@ -139,9 +139,9 @@ class FirstStep:
             now, peak = f"{REQUESTED}.current", f"{REQUESTED}.peak"
             self._levels += before.get(now, 0), after.get(now, 0)
             begin, *between = self._levels[:3]
-            others = max(0, between[1] - between[0]) if len(between) == 2 else 0
+            foreign = max(0, between[1] - between[0]) if len(between) == 2 else 0
             if after.get(peak, 0) > before.get(peak, 0):
-                self.took(after[peak] - begin - others, self.planned)
+                self.took(after[peak] - begin - foreign, self.planned)
             return result
 
         return watched

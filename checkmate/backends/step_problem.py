@@ -76,8 +76,8 @@ def kernels_of(joint: Joint) -> dict[int, str]:
 def kernels_above(problem: Problem, budget: int) -> list[str]:
     """Keys of the kernels by which a step takes more than a budget at the smallest peak that is known.
 
-    These are the kernels that run then, the one that takes the most first; or else the one by which most bytes are held
-    then, that it has made or is to read. Empty if the step fits.
+    These are the kernels that run at that peak, the one that takes the most first; if none does, the one that has made,
+    or is to read, the most bytes that are held then. Empty if the step fits.
     """
     *_, problem = problem.splits_in_turn()
     above, kernels = ops_above(problem, budget, time_limit=SECONDS_OF_FLOOR), kernels_of(joint_of(problem))
@@ -149,8 +149,8 @@ def with_homes(problem: Problem, updates: Updates) -> Problem:
     codegen, host = problem.codegen, problem.host
     if not isinstance(codegen, Codegen) or host is None or not codegen.homes:
         return problem
-    for option, wanted in (("ema=", updates.average), ("ranks that train together", updates.exchange)):
-        if wanted is not None:
+    for option, setting in (("ema=", updates.average), ("ranks that train together", updates.exchange)):
+        if setting is not None:
             raise Unsupported(f"Parameters that are in a file are not planned with {option}: keep them in memory.")
     for update in updates.of_parameters().values():
         if home_of(update.parameter) is not None and sum(update.states.values()) >= LEAST and update.inseparable:
@@ -162,13 +162,13 @@ def with_homes(problem: Problem, updates: Updates) -> Problem:
             )
     # States and sums that this graph does not reach are there too.
     values, held_here = problem.graph.values, codegen.joint.held
-    of = {v: values[v].size_bytes for v in codegen.homes}
-    sizes = Counter(parameters=sum(size for v, size in of.items() if v not in held_here))
+    value_bytes = {v: values[v].size_bytes for v in codegen.homes}
+    sizes = Counter(parameters=sum(size for v, size in value_bytes.items() if v not in held_here))
     for held in filter(is_at_home, updates.held):
         sizes["sums of gradients" if held.name == "grad" else "states"] += held.nbytes
-    others = sizes.total() - sum(of.values())
+    extra = sizes.total() - sum(value_bytes.values())
     if sizes.total() > host.budget:
-        parts = ", ".join(f"{format_bytes(size)} of {what}" for what, size in sizes.items() if size)
+        parts = ", ".join(f"{format_bytes(size)} of {kind}" for kind, size in sizes.items() if size)
         least = sizes.total() + rounding(problem.graph)
         raise HostError(
             f"The second memory has room for {exact_bytes(host.budget)}, and {exact_bytes(sizes.total())} are at home "
@@ -176,8 +176,8 @@ def with_homes(problem: Problem, updates: Updates) -> Problem:
         )
     if updates.sums is not None:
         updates.sums.at_home.update(held.parameter for held in updates.sums.held if is_at_home(held))
-    profile = replace(problem.profile, resident_bytes=problem.resident - others)
-    host = replace(host, budget=host.budget - others)
+    profile = replace(problem.profile, resident_bytes=problem.resident - extra)
+    host = replace(host, budget=host.budget - extra)
     return replace(problem, profile=profile, host=host).with_homes(codegen.homes)
 
 
@@ -202,14 +202,14 @@ def problem_of(
     if memory is None:
         return Problem(joint.graph, costs, Codegen(joint))
     codegen = Codegen(joint, memory.begin, homes(joint))
-    there = (v for v in codegen.homes if v not in joint.held or is_there(joint.held[v]))
-    host = memory.host(joint.graph, sum(joint.graph.values[v].size_bytes for v in there))
+    home_values = (v for v in codegen.homes if v not in joint.held or is_there(joint.held[v]))
+    host = memory.host(joint.graph, sum(joint.graph.values[v].size_bytes for v in home_values))
     return Problem(joint.graph, costs, codegen, host=host)
 
 
-def at_other_sizes(joint: Joint, known: Problem, source: Source) -> Problem | None:
+def at_other_sizes(joint: Joint, problem: Problem, source: Source) -> Problem | None:
     """The problem of a step at other sizes than those of a known one; None if it has other ops or another order."""
-    then = joint_of(known)
+    then = joint_of(problem)
     if len(joint.graph.ops) != len(then.graph.ops):
         return None
     # The same nodes have the same names; of another capture they come in the same order where the sizes are the same.
@@ -222,12 +222,12 @@ def at_other_sizes(joint: Joint, known: Problem, source: Source) -> Problem | No
     if ops is not before and [*map(_alike, ops)] != [*map(_alike, before)]:
         return None
     if isinstance(source, Measure):
-        profile = profile_at(joint, then, known.profile, cache=source.cache)
+        profile = profile_at(joint, then, problem.profile, cache=source.cache)
     else:
         profile = profile_of(joint, source)
-    resident = known.resident - then.resident_bytes + joint.resident_bytes
-    profile = replace(profile, resident_bytes=resident, state_bytes=known.profile.state_bytes)
-    return replace(known, graph=joint.graph, profile=profile, codegen=Codegen(joint))
+    resident = problem.resident - then.resident_bytes + joint.resident_bytes
+    profile = replace(profile, resident_bytes=resident, state_bytes=problem.profile.state_bytes)
+    return replace(problem, graph=joint.graph, profile=profile, codegen=Codegen(joint))
 
 
 def _alike(op: Op) -> tuple[Any, ...]:
@@ -249,7 +249,7 @@ def step_name(reach: Any, optimizers: Iterable[torch.optim.Optimizer] = ()) -> s
     return " with ".join([step, *dict.fromkeys(type(optimizer).__name__ for optimizer in optimizers)])
 
 
-def unread_bytes(reach: Any, known: Iterable[Any], device: torch.device, block_bytes: int) -> int:
+def unread_bytes(reach: Any, inputs: Iterable[Any], device: torch.device, block_bytes: int) -> int:
     """Bytes of tensors on its device that a step holds and its graph does not take, each storage once."""
 
     def storages(tensors: Iterable[Any]) -> dict[int, int]:
@@ -257,7 +257,7 @@ def unread_bytes(reach: Any, known: Iterable[Any], device: torch.device, block_b
         dense = [t for t in dense if t.device.type in (device.type, "meta")]
         return {storage(t): t.untyped_storage().nbytes() for t in dense}
 
-    read = storages(known)
+    read = storages(inputs)
     sizes = [size for key, size in storages(tensors_within(reach)).items() if key not in read]
     return sum(as_allocated(size, block_bytes) for size in sizes)
 
@@ -265,8 +265,8 @@ def unread_bytes(reach: Any, known: Iterable[Any], device: torch.device, block_b
 def guard_bytes(plan: Solution, guards: DataGuards, inputs: list[Any], limit: int) -> int:
     """Measure the bytes of the guards before the step, beside resident ones; refuse them above the limit."""
     device, graph = main_device(inputs), plan.problem.graph
-    given = [graph.values[v].size_bytes for op in graph.ops if op.name == NUMBERS for v in op.outputs]  # at each call
-    taken = sum(given) + aside(partial(measure_peak, partial(guards.before, inputs), device)).peak
+    numbers = [graph.values[v].size_bytes for op in graph.ops if op.name == NUMBERS for v in op.outputs]  # at each call
+    taken = sum(numbers) + aside(partial(measure_peak, partial(guards.before, inputs), device)).peak
     peak = plan.problem.resident + taken
     if peak > limit:
         places = ", ".join(dict.fromkeys(guards.places))

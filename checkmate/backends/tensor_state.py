@@ -26,17 +26,17 @@ def tensors_within(things: Any) -> list[torch.Tensor]:
 
 
 def _named_within(things: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    for one in _reached(things, through=(nn.Module, torch.Tensor, FunctionType, MethodType, partial)):
-        if isinstance(one, torch.Tensor):
-            yield "", one
+    for thing in _reached(things, through=(nn.Module, torch.Tensor, FunctionType, MethodType, partial)):
+        if isinstance(thing, torch.Tensor):
+            yield "", thing
         else:
-            yield from one.named_parameters()
-            yield from one.named_buffers()
+            yield from thing.named_parameters()
+            yield from thing.named_buffers()
 
 
 def modules_within(things: Any, depth: int = 3) -> list[nn.Module]:
     """The modules within reach of a call: in its arguments and in objects that a function or an object holds."""
-    return list({id(one): one for one in _reached(things, depth) if isinstance(one, nn.Module)}.values())
+    return list({id(module): module for module in _reached(things, depth) if isinstance(module, nn.Module)}.values())
 
 
 def held_modules(fn: Any, args: tuple[Any, ...]) -> list[nn.Module]:
@@ -53,13 +53,13 @@ def _reached(things: Any, depth: int = 3, through: tuple[type, ...] = (object,))
             continue
         elif isinstance(leaf, FunctionType):
             # Objects in its closure, globals that it reads, and defaults.
-            held: list[Any] = []
+            objects: list[Any] = []
             for cell in leaf.__closure__ or ():
                 with suppress(ValueError):  # of a name that has no value yet, or no longer
-                    held.append(cell.cell_contents)
-            held += [leaf.__globals__[name] for name in leaf.__code__.co_names if name in leaf.__globals__]
-            held += [*(leaf.__defaults__ or ()), *(leaf.__kwdefaults__ or {}).values()]
-            yield from _reached([x for x in held if isinstance(x, through)], depth - 1, through)
+                    objects.append(cell.cell_contents)
+            objects += [leaf.__globals__[name] for name in leaf.__code__.co_names if name in leaf.__globals__]
+            objects += [*(leaf.__defaults__ or ()), *(leaf.__kwdefaults__ or {}).values()]
+            yield from _reached([x for x in objects if isinstance(x, through)], depth - 1, through)
         elif isinstance(leaf, partial):
             yield from _reached((leaf.func, leaf.args, leaf.keywords), depth - 1, through)
         elif hasattr(leaf, "__self__"):
@@ -70,10 +70,10 @@ def _reached(things: Any, depth: int = 3, through: tuple[type, ...] = (object,))
 
 def names_of(state: list[torch.Tensor], things: Any) -> dict[int, str]:
     """Name each tensor, by id, as its module does; numbered if two modules have the same name."""
-    own = {id(t): name for name, t in reversed([*_named_within(things)])}
-    times = Counter(own.values())
+    names = {id(t): name for name, t in reversed([*_named_within(things)])}
+    times = Counter(names.values())
     return {
-        id(t): (name if times[name] == 1 else f"{name} (tensor {i})") if (name := own[id(t)]) else f"tensor {i}"
+        id(t): (name if times[name] == 1 else f"{name} (tensor {i})") if (name := names[id(t)]) else f"tensor {i}"
         for i, t in enumerate(state)
     }
 
@@ -104,7 +104,7 @@ def restored(state: list[torch.Tensor]) -> Iterator[None]:
 
 @contextmanager
 def drawing_nothing() -> Iterator[None]:
-    """After the block, restore the generators from which captured code draws before its graph runs."""
+    """Restore, after the block, the generators from which captured code draws before its graph runs."""
     before = other_random_states()
     try:
         yield
@@ -139,13 +139,13 @@ def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return flat.view(-1).view(torch.uint8)
 
 
-def differing(found: Any, expected: Any) -> list[str]:
+def differing(actual: Any, expected: Any) -> list[str]:
     """List the places where two trees of tensors, arrays and numbers differ in bits; other leaves compare by value.
 
     >>> differing({"loss": torch.zeros(1), "seen": 3}, {"loss": -torch.zeros(1), "seen": 3})
     ["['loss']"]
     """
-    a, b = _by_path(found), _by_path(expected)
+    a, b = _by_path(actual), _by_path(expected)
     return [path for path in {**b, **a} if path not in a or path not in b or not _same_leaf(a[path], b[path])]
 
 

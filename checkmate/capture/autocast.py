@@ -52,18 +52,18 @@ def autocast_as_found() -> Iterator[None]:
 
     In a region that nobody leaves plain PyTorch would compute on with the weights that it once converted.
     """
-    kept, depth = torch.is_autocast_cache_enabled(), torch.autocast_increment_nesting()
-    found = [(device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in kinds()]
+    cache_enabled, depth = torch.is_autocast_cache_enabled(), torch.autocast_increment_nesting()
+    states = [(device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in kinds()]
     try:
         yield
     finally:
-        left = torch.autocast_decrement_nesting()
-        while left >= depth:
-            left = torch.autocast_decrement_nesting()
-        if left == 0:
+        nesting = torch.autocast_decrement_nesting()
+        while nesting >= depth:
+            nesting = torch.autocast_decrement_nesting()
+        if nesting == 0:
             torch.clear_autocast_cache()
-        torch.set_autocast_cache_enabled(kept)
-        for device, enabled, dtype in found:
+        torch.set_autocast_cache_enabled(cache_enabled)
+        for device, enabled, dtype in states:
             torch.set_autocast_enabled(device, enabled)
             torch.set_autocast_dtype(device, dtype)
 
@@ -79,15 +79,15 @@ class Copies:
     def __init__(self, module: fx.GraphModule, inputs: Sequence[Any], names: Sequence[str]) -> None:
         entered = [n.args for n in module.graph.nodes if n.target is ENTER]
         around = any(map(torch.is_autocast_enabled, kinds())) and torch.is_autocast_cache_enabled()
-        keeps = around or any(enabled and kept is not False for _, _, enabled, kept in entered)
+        keeps = around or any(enabled and caches is not False for _, _, enabled, caches in entered)
         self.names = names
-        self.kept = [keeps and is_kept(given) for given in inputs]
+        self.kept = [keeps and is_kept(tensor) for tensor in inputs]
         self.within = within_region() if entered else None  # None: it makes no difference
         self.converted: dict[int, torch.dtype] = {}  # to what each weight is converted, by position
         if any(self.kept):
             placeholders = module.graph.find_nodes(op="placeholder")
             with module.graph.inserting_after(placeholders[-1]):
-                weights = [n for n, one in zip(placeholders, self.kept, strict=True) if one]
+                weights = [n for n, kept in zip(placeholders, self.kept, strict=True) if kept]
                 module.graph.call_function(_as_leaves, tuple(weights))
             module.recompile()
 
@@ -97,12 +97,12 @@ class Copies:
         primals = [n for n in graph.find_nodes(op="placeholder") if _is_primal(n)]
         versions = {input_position(n): [n] for n in primals}
         output = graph.output_node()
-        for made, desc in zip(output.args[0], output.meta["desc"], strict=True):  # type: ignore[arg-type]
+        for result, desc in zip(output.args[0], output.meta["desc"], strict=True):  # type: ignore[arg-type]
             is_write = isinstance(desc, InputMutationAOTOutput)
             written = versions.get(getattr(desc.mutated_input, "idx", None)) if is_write else None
-            while written is not None and isinstance(made, fx.Node) and made.op == "call_function":
-                written.append(made)
-                made = made.args[0] if made.args else None
+            while written is not None and isinstance(result, fx.Node) and result.op == "call_function":
+                written.append(result)
+                result = result.args[0] if result.args else None
 
         # The conversions of all versions of a weight that is kept.
         for position, of_input in versions.items():

@@ -51,8 +51,8 @@ def expose_cudnn(graph: fx.Graph) -> None:
                 reader.args = (grad, x, weight, mean, rstd, eps, reserve)
                 with val[0].fake_mode:  # cuDNN makes all three gradients, asked for or not
                     likes = fx.node.map_arg((x, weight, weight), lambda n: n.meta["val"])
-                    made = zip(reader.meta["val"], likes, strict=True)
-                    reader.meta["val"] = tuple(torch.empty_like(like) if old is None else old for old, like in made)
+                    pairs = zip(reader.meta["val"], likes, strict=True)
+                    reader.meta["val"] = tuple(torch.empty_like(like) if old is None else old for old, like in pairs)
     for node in graph.find_nodes(op="call_function", target=aten._native_batch_norm_legit_no_training.default):
         args = node.args
         if is_for_cudnn(args[:5], False, args[6]):
@@ -77,8 +77,8 @@ def is_for_cudnn(tensors: Sequence[fx.Node | None], training: bool, eps: float) 
 def reserve_bytes(x: Tensor) -> int:
     """Bytes that cuDNN keeps from a training forward for its backward, beyond the usual statistics.
 
-    Where there is no device to ask, a bit for each element: the mask that its kernels of several ops in one keep. An
-    estimate, and no small one: those that PyTorch calls for tensors that are not in channels last may keep nothing.
+    Where there is no device to ask, a bit for each element: the mask that its kernels of several ops in one keep. This
+    estimate is high: the kernels for tensors that are not channels last may keep nothing.
     """
     if not torch.cuda.is_available():
         return -(-x.numel() // 8)
@@ -97,7 +97,7 @@ def batch_norm(
 ) -> tuple[Tensor, ...]:
     """Result, mean, 1 / standard deviation, the new running statistics if there are any, and cuDNN's reserve.
 
-    The statistics handed in stay as they are, so that this can run again; ``numbers`` are momentum and epsilon.
+    The statistics handed in stay as they are, so that this can run again.
     """
     statistics = () if mean is None or var is None else (mean.clone(), var.clone())
     new = statistics or (None, None)

@@ -70,9 +70,9 @@ def device_of(graph: fx.Graph) -> torch.device:
                 first.setdefault(tensor.device, f"{node.name} ({where(node)})")
     # Refuse several, and one whose memory is not counted.
     if len(first) > 1:
-        found = "; ".join(f"{device}, first at {name}" for device, name in first.items())
+        devices = "; ".join(f"{device}, first at {name}" for device, name in first.items())
         raise Unsupported(
-            f"The step has tensors on several devices: {found}. One plan is for one device: move everything to it "
+            f"The step has tensors on several devices: {devices}. One plan is for one device: move everything to it "
             "before the step, or compile the part that runs there."
         )
     device = next(iter(first or numbers), CPU)
@@ -119,14 +119,14 @@ def in_autograds_thread(device: torch.device, call: Callable[[], T]) -> T:
     Libraries keep handles, workspaces and choices of kernels for each thread. AOTAutograd traces with multithreading
     off, so that a backward stays in the caller's thread: here it does not.
     """
-    made: list[T] = []
+    results: list[T] = []
     in_its_thread = torch.autograd.set_multithreading_enabled(True)
     with outside_tracing(), in_its_thread, torch.enable_grad():
         x = torch.empty(0, device=device, requires_grad=True)  # its thread lets go of a gradient later: one of no bytes
         y = x * 1
-        y.register_hook(lambda grad: made.append(call()))
+        y.register_hook(lambda grad: results.append(call()))
         torch.autograd.grad(y, x, x)
-    return made[0]
+    return results[0]
 
 
 @contextmanager
@@ -163,5 +163,5 @@ def is_unordered(node: fx.Node) -> bool:
     op = called(node)
     if not isinstance(op, OpOverload) or op._schema.name.removeprefix("aten::") not in UNORDERED:
         return False
-    made = [t for t in tensors(node.meta.get("val")) if t.is_floating_point() or t.is_complex()]
-    return any(may_waver(t.device) for t in made)
+    results = [t for t in tensors(node.meta.get("val")) if t.is_floating_point() or t.is_complex()]
+    return any(may_waver(t.device) for t in results)

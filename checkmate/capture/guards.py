@@ -62,11 +62,11 @@ def guard_on(value: Any, answer: bool | int) -> None:
     """Mark a value that the captured step branched on, taken as constant."""
 
 
-def _compare(value: Any, known: bool | int, place: int, where: str) -> None:
+def _compare(value: Any, captured: bool | int, place: int, where: str) -> None:
     """Compare the present value of a guard with the one taken as constant; a node of the program of all guards."""
-    now = type(known)(value)
-    if now != known:
-        raise GuardFailed(where, known, now, place)
+    now = type(captured)(value)
+    if now != captured:
+        raise GuardFailed(where, captured, now, place)
 
 
 def program(ends: Sequence[fx.Node], attributes: Mapping[str, Any]) -> tuple[fx.GraphModule, dict[fx.Node, fx.Node]]:
@@ -89,15 +89,15 @@ def program(ends: Sequence[fx.Node], attributes: Mapping[str, Any]) -> tuple[fx.
         if n.target in (ENTER, EXIT):
             copies[n] = graph.node_copy(n, copies.__getitem__)
         elif n.target is guard_on and n in needed:
-            value, known = n.args
+            value, captured = n.args
             place = sum(end.target is guard_on for end in ends[: ends.index(n)])
-            copies[n] = graph.call_function(_compare, (copies[value], known, place, where(n)))  # type: ignore[index]
+            copies[n] = graph.call_function(_compare, (copies[value], captured, place, where(n)))  # type: ignore[index]
         elif n in needed:
             if n.op == "call_module" or isinstance(n.target, HigherOrderOperator):
                 raise CannotTellError(f"it depends on {target_name(n)}, which cannot run on its own")
             if (sizes := _sizes(n)) is not None:
-                made = [graph.call_method("size", (copies[size[0]], size[1])) if size else n for n, size in sizes]
-                copies[n] = graph.call_function(_size_of, (made, isinstance(n.meta["example_value"], torch.Size)))
+                numbers = [graph.call_method("size", (copies[size[0]], size[1])) if size else n for n, size in sizes]
+                copies[n] = graph.call_function(_size_of, (numbers, isinstance(n.meta["example_value"], torch.Size)))
                 continue
             copies[n] = graph.node_copy(n, copies.__getitem__)
             if n.op == "get_attr" and isinstance(n.target, str):
@@ -127,12 +127,12 @@ def _sizes(node: fx.Node) -> list[tuple[Any, tuple[fx.Node, int] | None]] | None
     shapes: list[tuple[fx.Node, int, Any]] = [
         (n, dim, size) for n, x in inputs if isinstance(x, torch.Tensor) for dim, size in enumerate(x.shape)
     ]
-    known = {size.node.expr: (n, dim) for n, dim, size in shapes if isinstance(size, torch.SymInt)}
+    sources = {size.node.expr: (n, dim) for n, dim, size in shapes if isinstance(size, torch.SymInt)}
     numbers: list[Any] = [*value] if isinstance(value, torch.Size) else [value]
     symbols = [n.node.expr for n in numbers if isinstance(n, torch.SymInt)]
-    if not known.keys() >= {*symbols}:
+    if not sources.keys() >= {*symbols}:
         return None
-    return [(n, known[n.node.expr] if isinstance(n, torch.SymInt) else None) for n in numbers]
+    return [(n, sources[n.node.expr] if isinstance(n, torch.SymInt) else None) for n in numbers]
 
 
 def _reads(node: fx.Node) -> list[fx.Node]:
@@ -142,13 +142,13 @@ def _reads(node: fx.Node) -> list[fx.Node]:
 
 
 def evaluate(
-    node: fx.Node, given: Mapping[fx.Node, Any], attributes: Mapping[str, Any], writes: Mapping[fx.Node, int]
+    node: fx.Node, arguments: Mapping[fx.Node, Any], attributes: Mapping[str, Any], writes: Mapping[fx.Node, int]
 ) -> Any:
     """Evaluate a node of the graph that is being captured on the tensors of this call.
 
     Args:
         node: of Dynamo's graph, as far as it is; attributes: what its ``get_attr`` nodes stand for.
-        given: what this call has for each placeholder; writes: how often the step has written to each so far.
+        arguments: what this call has for each placeholder; writes: how often the step has written to each so far.
 
     Raises:
         CannotTellError: if it cannot be told before the step runs.
@@ -162,7 +162,7 @@ def evaluate(
     # Take the program of all that it depends on; it is not followed where a write would be lost.
     module, copies = program([node], attributes)
     inputs = [n for n in copies if n.op == "placeholder"]
-    without = [n for n in inputs if is_fake(given[n]) or is_stand_in(given[n])]
+    without = [n for n in inputs if is_fake(arguments[n]) or is_stand_in(arguments[n])]
     if any(any(user.target != "size" for user in copies[n].users) for n in without):
         raise CannotTellError(_NO_DATA)
     # Batch norms before the node write to what they keep, without a trace.
@@ -178,12 +178,12 @@ def evaluate(
     if is_lost or shares:  # copies would not share memory
         raise CannotTellError(_OVERWRITTEN)
     # Run it, and refuse where writes went otherwise than in the capture.
-    values = [given[n] for n in inputs]
+    values = [arguments[n] for n in inputs]
     run = fx.Interpreter(module, garbage_collect_values=False)
     run.extra_traceback = False  # errors are one sentence
     with torch.no_grad(), autocast_as_found(), _Watch(values):
-        found = run.run(*values)
-    if is_fake(found):
+        result = run.run(*values)
+    if is_fake(result):
         raise CannotTellError(_NO_DATA)
     if any(run.env[copies[n]]._version - 1 != writes[n] for n in replayed):  # the first write makes the copy
         raise CannotTellError(_OVERWRITTEN)
@@ -193,7 +193,7 @@ def evaluate(
         versions = [t._version for t in both if isinstance(t, torch.Tensor)]
         if len({*versions}) == 2 and not memory_of(n) & of_inputs:
             raise CannotTellError("it depends on a tensor that the step writes to, in a way that is not followed")
-    return found
+    return result
 
 
 def _on_cpu(graph: fx.Graph) -> None:
@@ -202,9 +202,9 @@ def _on_cpu(graph: fx.Graph) -> None:
     A region of `torch.autocast` stays that of its device.
     """
 
-    def moved(found: Any) -> Any:
-        is_there = isinstance(found, (str, torch.device)) and str(found).partition(":")[0] == "cuda"
-        return torch.device("cpu") if is_there else found
+    def moved(arg: Any) -> Any:
+        is_there = isinstance(arg, (str, torch.device)) and str(arg).partition(":")[0] == "cuda"
+        return torch.device("cpu") if is_there else arg
 
     for n in graph.nodes:
         if n.target is not ENTER:
@@ -253,18 +253,18 @@ def take_guards(module: fx.GraphModule) -> DataGuards:
         return taken
     # Guards that depend on inputs become one program; the markers go.
     markers = module.graph.find_nodes(op="call_function", target=guard_on)
-    asked = [marker for marker in markers if depends_on_inputs(marker)]
+    questions = [marker for marker in markers if depends_on_inputs(marker)]
     guards = DataGuards(fx.GraphModule({}, fx.Graph()))
-    if asked:
+    if questions:
         position = {n: i for i, n in enumerate(module.graph.find_nodes(op="placeholder"))}
         held: list[Any] = [n.target for n in module.graph.find_nodes(op="get_attr")]
-        given: Any = [marker.args for marker in asked]
-        run, copies = program(asked, {target: operator.attrgetter(target)(module) for target in held})
+        pairs: Any = [marker.args for marker in questions]
+        run, copies = program(questions, {target: operator.attrgetter(target)(module) for target in held})
         guards = DataGuards(
             module=run,
             inputs=tuple(position[n] for n in copies if n.op == "placeholder"),
-            answers=tuple(known for _, known in given),
-            places=tuple(map(where, asked)),
+            answers=tuple(answer for _, answer in pairs),
+            places=tuple(map(where, questions)),
         )
     for marker in markers:
         module.graph.erase_node(marker)

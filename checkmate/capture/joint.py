@@ -102,31 +102,31 @@ def read_joint(step: TracedStep, *, block_bytes: int = 1, noted: Noted = ()) -> 
         )
 
     # Add inputs, ops and values in the order in which they come to be.
-    found = _Contents(step, block_bytes)
-    found.add_inputs()
-    handed_in = found.add_handed_in(NUMBERS, [n for n in (*step.numbers, *step.draws) if tensors(n.meta["val"])])
+    contents = _Contents(step, block_bytes)
+    contents.add_inputs()
+    handed_in = contents.add_handed_in(NUMBERS, [n for n in (*step.numbers, *step.draws) if tensors(n.meta["val"])])
     for node in forward:
-        found.add_op(node, "forward")
-    let_go = found.read_at_return()
+        contents.add_op(node, "forward")
+    let_go = contents.read_at_return()
     if held := (*handed_in, *let_go):  # by the caller of the forward until it has returned, but not for the backward
-        found.add(Op("return", "autograd", held, (), "forward", "is done by autograd"))
-    tangents = found.add_handed_in("tangents", [n for n in step.placeholders if n in step.after_tangent], "tangent")
+        contents.add(Op("return", "autograd", held, (), "forward", "is done by autograd"))
+    tangents = contents.add_handed_in("tangents", [n for n in step.placeholders if n in step.after_tangent], "tangent")
     for node in backward:
-        found.add_op(node, "backward")
-    kept = found.results(tangents, let_go)
+        contents.add_op(node, "backward")
+    outputs = contents.results(tangents, let_go)
     # Name the ops that make what the step has tagged.
     for tensor, name in noted:
-        v = found.by_storage.get(storage(tensor))
-        k = None if v is None else found.values[v].producer
-        if k is not None and name not in found.ops[k].tags:
-            found.ops[k] = replace(found.ops[k], tags=(*found.ops[k].tags, name))
+        v = contents.by_storage.get(storage(tensor))
+        k = None if v is None else contents.values[v].producer
+        if k is not None and name not in contents.ops[k].tags:
+            contents.ops[k] = replace(contents.ops[k], tags=(*contents.ops[k].tags, name))
     return Joint(
         step=step,
-        graph=Graph(tuple(found.ops), tuple(found.values), kept),
-        nodes=tuple(found.nodes),
-        value_of={n: found.values_of(n) for n in step.nodes if n.op != "output"},
-        nodes_of_value=tuple(map(tuple, found.nodes_of_value)),
-        held=found.held,
+        graph=Graph(tuple(contents.ops), tuple(contents.values), outputs),
+        nodes=tuple(contents.nodes),
+        value_of={n: contents.values_of(n) for n in step.nodes if n.op != "output"},
+        nodes_of_value=tuple(map(tuple, contents.nodes_of_value)),
+        held=contents.held,
     )
 
 
@@ -166,7 +166,7 @@ class _Contents:
 
     def _add_values(self, node: fx.Node, producer: int | None, role: Role) -> tuple[int, ...]:
         """Add a value for each storage that the node makes, named by the node or its getitems."""
-        made: list[int] = []
+        new_values: list[int] = []
         is_one = isinstance(node.meta.get("val"), torch.Tensor)
         for i, tensor in enumerate(tensors(node.meta.get("val"))):
             if storage(tensor) in self.by_storage:
@@ -184,14 +184,14 @@ class _Contents:
                 terms = torch.broadcast_shapes(*(n.meta["val"].shape for n in leaf_nodes(node.args[:2])))
                 size = terms.numel() * tensor.element_size()
             name = self.step.name(node) if is_one else f"{node.name}[{i}]"
-            made.append(self._add_value(Value(name, as_allocated(size, self.block_bytes), producer, role)))
-            self.by_storage[storage(tensor)] = made[-1]
+            new_values.append(self._add_value(Value(name, as_allocated(size, self.block_bytes), producer, role)))
+            self.by_storage[storage(tensor)] = new_values[-1]
         # Note the nodes that name each.
         for face in [node] if is_one else getitems(node):
             for v in self.values_of(face):
-                if producer is None or v in made:
+                if producer is None or v in new_values:
                     self.nodes_of_value[v].append(face)
-        return tuple(made)
+        return tuple(new_values)
 
     def _add_value(self, value: Value) -> int:
         self.values.append(value)
@@ -208,14 +208,14 @@ class _Contents:
         writes = is_mutating(node) or bool(updated(node))
         target = node.target if isinstance(node.target, PlannedOp) else None
         over = [v for p in updated(node) for v in self.values_of(p)]
-        made: tuple[int, ...] = ()
+        outputs: tuple[int, ...] = ()
         held = () if target is None else target.held()
         if target is not None and target.stores:
             over += self._add_values(node, None, "state")
             self.held[over[-1]] = held[0]
         elif not writes:
-            made = self._add_values(node, len(self.ops), "intermediate")
-        aliased = [v for v in self.values_of(node) if v not in made and v not in over]
+            outputs = self._add_values(node, len(self.ops), "intermediate")
+        aliased = [v for v in self.values_of(node) if v not in outputs and v not in over]
         if aliased and not writes:
             raise Unsupported(
                 f"{where(node)}: an output of {target_name(node)} shares memory with {self.values[aliased[0]].name}, "
@@ -233,16 +233,16 @@ class _Contents:
             self.held[over[-1]] = tensor
         starts = target is not None and target.begin is not None
         link = node.meta.get(LINK, "") if starts else ""  # not of what took its place
-        about: Any = {"where": where(node), "overwrites": tuple(over), "link": link}
+        options: Any = {"where": where(node), "overwrites": tuple(over), "link": link}
         read.update(dict.fromkeys(over))
-        self.add(Op(node.name, target_name(node), tuple(read), made, phase, pinned, **about), node)
+        self.add(Op(node.name, target_name(node), tuple(read), outputs, phase, pinned, **options), node)
 
     def add_handed_in(self, name: str, nodes: Sequence[fx.Node], role: Role = "intermediate") -> tuple[int, ...]:
         """Add values made by others: numbers, by Dynamo, and gradients, by autograd, which holds them to the end."""
-        made = tuple(v for n in nodes for v in self._add_values(n, len(self.ops), role))
-        if made:
-            self.add(Op(name, "autograd", (), made, "forward", "is handed in by autograd"))
-        return made
+        values = tuple(v for n in nodes for v in self._add_values(n, len(self.ops), role))
+        if values:
+            self.add(Op(name, "autograd", (), values, "forward", "is handed in by autograd"))
+        return values
 
     def read_at_return(self) -> tuple[int, ...]:
         """Values that the forward makes and its caller reads and frees at once.
@@ -254,8 +254,8 @@ class _Contents:
         results = [(n, desc) for n, desc in pairs if isinstance(n, fx.Node)]
         let_go = [n for n, desc in results if isinstance(desc, InputMutationAOTOutput) or hands_out_number(n)]
         shown = dict.fromkeys(v for n in let_go for v in self.values_of(n))
-        others = {v for n, _ in results if n not in let_go for v in self.values_of(n)}
-        return tuple(v for v in shown if v not in others and self.values[v].producer is not None)
+        outputs = {v for n, _ in results if n not in let_go for v in self.values_of(n)}
+        return tuple(v for v in shown if v not in outputs and self.values[v].producer is not None)
 
     def results(self, tangents: Iterable[int], let_go: Collection[int]) -> tuple[int, ...]:
         """Values held to the end of the step: outputs, tangents, and gradients as autograd stores them.

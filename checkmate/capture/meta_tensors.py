@@ -33,9 +33,9 @@ def meta_as(device: torch.device) -> Iterator[None]:
     describe = MetaTensorDescriber.describe_tensor
 
     def describe_there(self: MetaTensorDescriber, t: torch.Tensor, **options: Any) -> MetaTensorDesc[Any]:
-        found = describe(self, t, **options)
-        stays = found.device.type == "cpu" and (not found.ndim or isinstance(t, FakeTensor))
-        return replace(found, device=device) if found.device.type in ("meta", "cpu") and not stays else found
+        desc = describe(self, t, **options)
+        stays = desc.device.type == "cpu" and (not desc.ndim or isinstance(t, FakeTensor))
+        return replace(desc, device=device) if desc.device.type in ("meta", "cpu") and not stays else desc
 
     with patch.object(MetaTensorDescriber, "describe_tensor", describe_there):
         yield

@@ -77,14 +77,14 @@ def rehearsed(target: Any) -> Callable[..., Any]:
 
 def ancestors(roots: Iterable[fx.Node], until: Collection[fx.Node] = ()) -> set[fx.Node]:
     """The nodes and their ancestors, except some nodes and the ancestors of these."""
-    found: set[fx.Node] = set()
+    nodes: set[fx.Node] = set()
     stack = list(roots)
     while stack:
         n = stack.pop()
-        if n not in found and n not in until:
-            found.add(n)
+        if n not in nodes and n not in until:
+            nodes.add(n)
             stack += n.all_input_nodes
-    return found
+    return nodes
 
 
 def call(
@@ -102,7 +102,7 @@ def call(
         fakes, options = fx.node.map_arg((args, kwargs), lambda n: n.meta["val"])
         with tensors(fakes)[0].fake_mode, torch.no_grad():  # type: ignore[attr-defined]
             val = rehearsed(target)(*fakes, **options)
-    node.meta = {key: what for key, what in origin.meta.items() if key != "tensor_meta"} | {"val": val}
+    node.meta = {key: value for key, value in origin.meta.items() if key != "tensor_meta"} | {"val": val}
     return node
 
 
@@ -146,8 +146,8 @@ def target_name(node: fx.Node) -> str:
     """The name of a node's target, equal in every process: ``aten.mm.default``, ``checkmate.draw_mask``."""
     if isinstance(node.target, types.FunctionType) and called(node) is node.target:
         return f"{node.target.__module__.partition('.')[0]}.{node.target.__name__}"
-    what = called(node)
-    return _name_of(what) if isinstance(what, OpOverload) else str(what)
+    op = called(node)
+    return _name_of(op) if isinstance(op, OpOverload) else str(op)
 
 
 @cache
@@ -162,11 +162,11 @@ def called(node: fx.Node) -> Any:
 
 def getitems(node: fx.Node) -> list[fx.Node]:
     """The nodes that name one output tensor of a node, through nested getitems."""
-    found = []
+    results = []
     for user in node.users:
         if user.target is operator.getitem:
-            found += [user] if isinstance(user.meta.get("val"), torch.Tensor) else getitems(user)
-    return found
+            results += [user] if isinstance(user.meta.get("val"), torch.Tensor) else getitems(user)
+    return results
 
 
 def is_view(node: fx.Node) -> bool:

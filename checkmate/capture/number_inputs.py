@@ -3,8 +3,8 @@
 Dynamo makes a number a part of what it captures. Told to, it makes it an input: a symbol of its own kind, which passes
 through arithmetic and into ops as their scalar arguments. The ops that run are those of plain PyTorch, on the same
 numbers. Where a program asks for more of such a number, whether it is zero, or a shape, the answer would be captured.
-So what was captured with numbers as inputs is compared with what was captured before without: with the numbers of then
-put in, both must be the same ops with the same arguments, to the bit.
+So a capture with numbers as inputs is compared with an earlier one without: with the numbers of that call put in, both
+must be the same ops with the same arguments, to the bit.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def number_placeholders(graph: fx.Graph, numbers: Mapping[int, str]) -> dict[fx.
 
 
 def symbols_of_numbers(numbers: Mapping[fx.Node, str]) -> dict[fx.Node, str]:
-    """The nodes that are numbers, of placeholders that are numbers, or are tensors of one that a node reads."""
+    """The nodes that hold these numbers: their placeholders, or what reads one from a placeholder that is a tensor."""
     read = ((node, name) for n, name in numbers.items() for node in (n, *n.users) if node is n or node.target is _ITEM)
     return {node: name for node, name in read if is_sym_node(node)}
 
@@ -160,7 +160,7 @@ def refuse_sizes_of_data(module: fx.GraphModule) -> None:
     gradients is not planned, and stays; so does a size that was only asked for, as guards are taken out before.
     """
     described = {node: tensors(node.meta.get("example_value")) for node in module.graph.nodes}
-    sized = [n for n, found in described.items() if any(free_unbacked_symbols(size) for t in found for size in t.shape)]
+    sized = [n for n, fakes in described.items() if any(free_unbacked_symbols(size) for t in fakes for size in t.shape)]
     output = module.graph.output_node()
     if not sized or not any(t.requires_grad for n in output.all_input_nodes for t in described[n]):
         return
@@ -175,7 +175,7 @@ def refuse_sizes_of_data(module: fx.GraphModule) -> None:
 
 def _size_of_data(node: fx.Node) -> str:
     """The message for a size that depends on the data of a tensor."""
-    of = f"the gradient of what is computed here, {node.name}," if _has_tag_is_backward(node) else node.name
+    subject = f"the gradient of what is computed here, {node.name}," if _has_tag_is_backward(node) else node.name
     place = where(node)
     if node.name.startswith("bincount"):
         return (
@@ -184,19 +184,19 @@ def _size_of_data(node: fx.Node) -> str:
             "set a codebook up, say, call the model once before compiling."
         )
     return (
-        f"{place}: the size of {of} depends on data; sizes must be fixed. Mask what is left out (torch.where, an "
+        f"{place}: the size of {subject} depends on data; sizes must be fixed. Mask what is left out (torch.where, an "
         "ignored index) in place of selecting the rest, by x[mask] or by x[mask] = y. "
         f"{EXPERTS if _EXPERT.search(place) else f'{CHOSEN} {OUTSIDE}'}"
     )
 
 
 def written_out(
-    graph: fx.Graph, numbers: Mapping[fx.Node, str], results: Sequence[Any], given: Mapping[str, Number]
+    graph: fx.Graph, numbers: Mapping[fx.Node, str], results: Sequence[Any], by_source: Mapping[str, Number]
 ) -> list[Any]:
     """Write out a joint graph with numbers put in, as data equal for equal computations; or raise `NotFree`.
 
     Args:
-        numbers: placeholders that are numbers; given: their values, by source.
+        numbers: placeholders that are numbers, with their sources; by_source: their values.
         results: of the forward, then the gradients of all other placeholders: nodes or constants.
     """
     value: dict[fx.Node, Any] = {}  # of numbers, and the place of all else
@@ -214,11 +214,11 @@ def written_out(
         if node.op == "output" or hands_out_number(node) or type(node.meta.get("val")) is int:  # a size put in
             continue
         if node in numbers:
-            value[node] = given[numbers[node]]
+            value[node] = by_source[numbers[node]]
         elif is_sym_node(node):
             value[node] = put_in(node.args[0]) if node.target is _ITEM else node.target(*put_in(node.args))
         else:
-            made = [(*t.shape, strides_of(t), t.dtype) for t in tensors(node.meta.get("val"))]
+            fakes = [(*t.shape, strides_of(t), t.dtype) for t in tensors(node.meta.get("val"))]
             target: Any = node.target if node.op == "call_function" else node.op
             if isinstance(target, PlannedOp):  # an update of ours: which one its arguments say
                 target = str(target), target.overwrites, target.moved
@@ -227,7 +227,7 @@ def written_out(
                 if not isinstance(held, torch.Tensor):
                     raise NotFree(f"{node.target}, a part of the step, cannot be compared")
                 target = _bits(repr(held.dtype)), held.detach().flatten().tolist()
-            lines.append((target, bits(node.args), bits(dict(node.kwargs)), made))
+            lines.append((target, bits(node.args), bits(dict(node.kwargs)), fakes))
             value[node] = _Position(len(lines))
     return [*lines, bits([result for result in results if result not in left_out and type(result) is not int])]
 
@@ -250,10 +250,10 @@ def _bits(arg: Any) -> Any:
 
 def number_read(place: str, source: str) -> str:
     """The message for a number read from a tensor, ``source``, as a size, index or argument."""
-    said = (
+    message = (
         f"{place}: a number is read from {source}, by int(), .item(), .tolist() or the like. A step is planned without "
         "the data of its tensors, so that no size, slice or argument can depend on it. Index with the tensor itself "
         "(x[i], x.index_copy_(0, i, y)), mask with it (torch.where), or read the number outside of the step and pass "
         "it in: each number gets a plan of its own."
     )
-    return f"{said} {EXPERTS}" if _EXPERT.search(f"{place} {source}") else said
+    return f"{message} {EXPERTS}" if _EXPERT.search(f"{place} {source}") else message

@@ -122,12 +122,12 @@ class TracedStep:
 
 def after_tangent(nodes: Iterable[fx.Node]) -> set[fx.Node]:
     """Nodes that depend on a tangent, were put into the backward by hand, or update parameters there."""
-    found: set[fx.Node] = set()
+    after: set[fx.Node] = set()
     for n in nodes:
         handed_in = n.op == "placeholder" and any(is_kind(n) for is_kind in _FROM_OUTSIDE)
-        if handed_in or _must_be_in_backward(n) or done_with_gradients(n) or any(a in found for a in n.all_input_nodes):
-            found.add(n)
-    return found
+        if handed_in or _must_be_in_backward(n) or done_with_gradients(n) or any(a in after for a in n.all_input_nodes):
+            after.add(n)
+    return after
 
 
 def _is_training_norm(node: fx.Node) -> bool:
@@ -201,18 +201,18 @@ def _updates_placed(backward: list[fx.Node]) -> list[fx.Node]:
         if not done_with_gradients(n):
             last.update((key, i) for key in storages(*n.all_input_nodes))
     # Place each update behind all that it is computed from, and behind the last reader of what it overwrites.
-    made: dict[fx.Node, int] = {}  # when a node and all that it is computed from are there
+    ready: dict[fx.Node, int] = {}  # when a node and all that it is computed from are there
     for update in updates:
         stack = list(update.all_input_nodes)
         while stack:
             n = stack[-1]
-            if n in made:
+            if n in ready:
                 stack.pop()
-            elif missing := [a for a in n.all_input_nodes if a not in made]:
+            elif missing := [a for a in n.all_input_nodes if a not in ready]:
                 stack += missing
             else:
-                made[n] = max((place.get(n, -1), *(made[a] for a in n.all_input_nodes)))
+                ready[n] = max((place.get(n, -1), *(ready[a] for a in n.all_input_nodes)))
                 stack.pop()
         read = (last.get(key, -1) for key in storages(*updated(update)))
-        place[update] = made[update] = max((*(made[a] for a in update.all_input_nodes), *read))
+        place[update] = ready[update] = max((*(ready[a] for a in update.all_input_nodes), *read))
     return sorted(backward, key=lambda n: (place[n], bool(done_with_gradients(n))))

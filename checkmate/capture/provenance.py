@@ -56,8 +56,8 @@ def source_name(file: str) -> str:
     """The name of a source file without folders; ``In[3]`` for a notebook cell."""
     ask = getattr(sys.modules.get("IPython"), "get_ipython", None)
     compiler: Any = getattr(ask() if ask else None, "compile", None)
-    known = compiler.format_code_name(file) if hasattr(compiler, "format_code_name") else None  # ("Cell", "In[3]")
-    return known[1] if known else file.rpartition(os.sep)[2]
+    names = compiler.format_code_name(file) if hasattr(compiler, "format_code_name") else None  # ("Cell", "In[3]")
+    return names[1] if names else file.rpartition(os.sep)[2]
 
 
 @lru_cache(maxsize=4096)

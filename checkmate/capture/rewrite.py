@@ -43,7 +43,7 @@ def note_wavering(graph: fx.Graph, repeats: Callable[[fx.Node], bool] | None) ->
     if repeats is None:
         return
     for node in filter(is_convolution, graph.nodes):
-        on_accelerator = any(made.device.type != "cpu" for made in tensors(node.meta["val"]))
+        on_accelerator = any(result.device.type != "cpu" for result in tensors(node.meta["val"]))
         node.meta[WAVERS] = on_accelerator and not repeats(node)
 
 
@@ -68,9 +68,9 @@ def expose_dropout(graph: fx.Graph) -> None:
         for backward in list(outputs[1].users) if 1 in outputs else []:
             if backward.target is aten.native_dropout_backward.default and backward.args[1] is outputs[1]:
                 _replace(backward, aten.mul.Tensor, (backward.args[0], noise), f"{node.name}_grad")
-        for place, made in enumerate((product, mask)):
+        for place, replacement in enumerate((product, mask)):
             if place in outputs:
-                outputs[place].replace_all_uses_with(made)
+                outputs[place].replace_all_uses_with(replacement)
                 graph.erase_node(outputs[place])
         graph.erase_node(node)
 
@@ -103,16 +103,16 @@ def save_device_states(
     """
     for node in list(graph.nodes):
         # An op of PyTorch's whose large result is drawn by the generator of an accelerator, and is read.
-        op, made = node.target, tensors(node.meta.get("val"))
+        op, results = node.target, tensors(node.meta.get("val"))
         if not node.users or "backward" in node.meta.get("partitioner_tag", ""):
             continue
         if not isinstance(op, OpOverload) or op.namespace != "aten" or op._schema.is_mutable or not is_random(node):
             continue
-        if not made or made[0].device.type == "cpu" or not _is_worth_a_state(node, made[0].nbytes, names):
+        if not results or results[0].device.type == "cpu" or not _is_worth_a_state(node, results[0].nbytes, names):
             continue
         if again is not None and not again(node):
             continue
-        val: Any = made[0]
+        val: Any = results[0]
         with val.fake_mode:
             like = torch.empty(random_draws.DEVICE_STATE_BYTES, dtype=torch.uint8)
         saved = _call(node, random_draws.save_device_state, (val.device,), f"{node.name}_state", like)
@@ -180,11 +180,11 @@ def split_convolutions(graph: fx.Graph, in_two: Callable[[fx.Node], bool] | None
             "weight": ([False, *needs_others], (None, *val[1:]), args[2].meta["val"].nbytes),
             "input": ([True, False, False], (val[0], None, None), val[0].nbytes),
         }
-        made = {}
+        halves = {}
         for name, (mask, results, _) in sorted(parts.items(), key=lambda part: part[1][2]):
-            made[name] = _call(node, op, (*args, mask), f"{node.name}_{name}", results)
+            halves[name] = _call(node, op, (*args, mask), f"{node.name}_{name}", results)
         for getitem in list(node.users):
-            getitem.update_arg(0, made["weight" if getitem.args[1] else "input"])
+            getitem.update_arg(0, halves["weight" if getitem.args[1] else "input"])
         graph.erase_node(node)
 
 

@@ -42,8 +42,8 @@ class OtherStep(NotFree):
 def open_sizes(graph: fx.Graph, numbers: Collection[fx.Node] = ()) -> dict[int, int]:
     """The sizes among the inputs of a joint graph: positions, and their values in the trace.
 
-    Where an input that is a view begins in its storage is one, too, but of no use where no op reads it. ``numbers`` are
-    inputs that are sizes only where the step makes them equal to one.
+    The offset of a view in its storage is such an input, too, and is left out where no op reads it. ``numbers`` are
+    inputs that count as sizes only where a shape has them.
     """
     primals = _primals(graph)
     values = [node.meta["val"] for node in primals]
@@ -67,10 +67,10 @@ def fixed_at(env: Any) -> str | None:
     return next(map(_line, env.replacements_slocs.values()), None)
 
 
-def _line(asked: Any) -> str:
+def _line(location: Any) -> str:
     """The line of code that asked for a size, in one sentence's words."""
-    line = re.match(r"(?P<code>.*?) *# (?P<file>\S+):(?P<number>\d+) in ", str(asked.maybe_user_loc))
-    return f"{source_name(line['file'])}:{line['number']}, {line['code']}" if line else str(asked)
+    line = re.match(r"(?P<code>.*?) *# (?P<file>\S+):(?P<number>\d+) in ", str(location.maybe_user_loc))
+    return f"{source_name(line['file'])}:{line['number']}, {line['code']}" if line else str(location)
 
 
 def check_answers(graph: fx.Graph, sizes: Mapping[int, int], numbers: Mapping[fx.Node, Number]) -> None:
@@ -91,13 +91,13 @@ def check_answers(graph: fx.Graph, sizes: Mapping[int, int], numbers: Mapping[fx
         env = value.node.shape_env
         if value.node.expr.is_number or not values:
             raise NotFree(f"PyTorch traces it for one size only: {fixed_at(env)}")
-    given = {**numbers, **{primals[i]: size for i, size in sizes.items()}}
-    exprs = {node.meta["val"].node.expr: number for node, number in given.items()}
+    number_of = {**numbers, **{primals[i]: size for i, size in sizes.items()}}
+    exprs = {node.meta["val"].node.expr: number for node, number in number_of.items()}
     symbols = {expr: number for expr, number in exprs.items() if not expr.is_number}
-    for asked in env.guards:
-        if asked.expr.xreplace(symbols) == sympy.false:
+    for guard in env.guards:
+        if guard.expr.xreplace(symbols) == sympy.false:
             on = "a size or number" if numbers else "the size"
-            raise OtherStep(f"what is computed depends on {on}: {_line(asked.sloc)}")
+            raise OtherStep(f"what is computed depends on {on}: {_line(guard.sloc)}")
 
 
 def _primals(graph: fx.Graph) -> list[fx.Node]:
@@ -119,10 +119,10 @@ def put_in(
         NotFree: if a size is computed with a number, or by way of a float that cannot be followed.
     """
     primals = _primals(module.graph)
-    given = dict(zip(primals, [None] * len(primals) if inputs is None else inputs, strict=True))
+    input_of = dict(zip(primals, [None] * len(primals) if inputs is None else inputs, strict=True))
     places = open_sizes(module.graph, numbers)
     free = {*numbers}.difference(primals[i] for i in places)  # and all that are computed from these
-    symbols = {n: x for n, x in given.items() if isinstance(n.meta["val"], torch.SymInt) and n not in free}
+    symbols = {n: x for n, x in input_of.items() if isinstance(n.meta["val"], torch.SymInt) and n not in free}
     number_of = {n: value_of(n.meta["val"]) if x is None else x for n, x in symbols.items()}
     number_of |= {primals[i]: size for i, size in zip(places, sizes, strict=True)}
     fixed = _Fixed({n.meta["val"].node.expr: number for n, number in number_of.items()})
@@ -131,7 +131,6 @@ def put_in(
     for node in module.graph.nodes:
         val = node.meta.get("val")
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), become.__getitem__)
-        # Numbers.
         if is_sym_node(node) and not free.isdisjoint((node, *node.all_input_nodes)):
             free.add(node)
         elif node.op == "call_function" and is_sym_node(node):
@@ -153,9 +152,9 @@ def put_in(
                 continue
         # Inputs as they are, and all else as it is described.
         new = graph.create_node(node.op, node.target, args, kwargs, node.name, node.type)
-        new.meta = {key: what for key, what in node.meta.items() if key != "tensor_meta"}
-        if node in given and isinstance(val, torch.Tensor):
-            new.meta["val"] = fixed.input(val, given[node], node)
+        new.meta = {key: value for key, value in node.meta.items() if key != "tensor_meta"}
+        if node in input_of and isinstance(val, torch.Tensor):
+            new.meta["val"] = fixed.input(val, input_of[node], node)
         elif isinstance(val, torch.Tensor):
             new.meta["val"] = fixed.described(val, node)
         elif "val" in node.meta and node not in free:
@@ -213,16 +212,16 @@ class _Fixed:
         shape, strides = ([self.number(n, node) for n in numbers] for numbers in (value.shape, value.stride()))
         return self._fake(value, self.number(value.storage_offset(), node), shape, strides)
 
-    def input(self, value: torch.Tensor, given: torch.Tensor | None, node: fx.Node) -> torch.Tensor:
+    def input(self, value: torch.Tensor, tensor: torch.Tensor | None, node: fx.Node) -> torch.Tensor:
         """A description of an input as it is given."""
         if storage(value) not in self._storages:
-            nbytes: Any = (value if given is None else given).untyped_storage().nbytes()
+            nbytes: Any = (value if tensor is None else tensor).untyped_storage().nbytes()
             with suppress(NotFree):  # it is a view, and the graph does not know what of
                 nbytes = self.number(nbytes, node)
             self._add(value, nbytes)
-        if given is None:
+        if tensor is None:
             return self.described(value, node)
-        return self._fake(value, int(given.storage_offset()), given.shape, given.stride())
+        return self._fake(value, int(tensor.storage_offset()), tensor.shape, tensor.stride())
 
     def share(self, value: torch.Tensor, other: torch.Tensor) -> None:
         """Take the memory of a tensor for that of another one."""

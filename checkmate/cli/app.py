@@ -65,7 +65,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             code: int = args.run(args)
         sys.stdout.flush()
         return code
-    # Errors become one message and an exit code.
     except KeyboardInterrupt:
         return _say("interrupted", INTERRUPTED)
     except BrokenPipeError:  # whoever reads has enough; what is left must not fail at exit
@@ -74,10 +73,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (UsageError, BudgetError, ValueError, OSError, CheckmateError) as error:
         if args.debug:
             raise
-        refused = isinstance(error, CheckmateError) and not isinstance(error, (BudgetError, RuleError))
+        is_refusal = isinstance(error, CheckmateError) and not isinstance(error, (BudgetError, RuleError))
         if args.json:
             _out_json({"error": str(error), "min_budget": getattr(error, "min_budget", None)})
-        return _say(str(error), REFUSED if refused else USAGE)
+        return _say(str(error), REFUSED if is_refusal else USAGE)
 
 
 def _say(message: str, code: int) -> int:
@@ -209,9 +208,9 @@ def _max_batch(args: argparse.Namespace) -> int:
         _say(f"looking for the largest size, for {args.time_limit:g} s at most (--verbose: each size)", DONE)
     own = {"profile": profile, "host": host, "host_budget": None}  # which the host has
     options = _options(max_batch_size, args, **own)
-    found = max_batch_size(lambda n: both(n)[0], lambda n: both(n)[1], **options)
-    _show(args, found.summary(), repr(found))
-    return INTERRUPTED if found.ended == "interrupted" else DONE
+    answer = max_batch_size(lambda n: both(n)[0], lambda n: both(n)[1], **options)
+    _show(args, answer.summary(), repr(answer))
+    return INTERRUPTED if answer.ended == "interrupted" else DONE
 
 
 def _fits(args: argparse.Namespace) -> int:
@@ -233,17 +232,17 @@ def _fits(args: argparse.Namespace) -> int:
     step, positional, named = _example(args)
     optimizer = None if chosen is None else chosen(trained((step, positional, named)))
     with _on_its_batch(args):
-        found = fits(step, *positional, **_options(fits, args, optimizer=optimizer, **own), **named)
-    _show(args, found.summary(), repr(found))
-    return DONE if found.fits else REFUSED
+        answer = fits(step, *positional, **_options(fits, args, optimizer=optimizer, **own), **named)
+    _show(args, answer.summary(), repr(answer))
+    return DONE if answer.fits else REFUSED
 
 
 def _example(args: argparse.Namespace) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
     """The user's step, with its batch as arguments."""
     from checkmate.sizes.sized_steps import arguments_of
 
-    step, given = _target(args)(*([args.size] if args.size else []))
-    return step, *arguments_of(given)
+    step, batch = _target(args)(*([args.size] if args.size else []))
+    return step, *arguments_of(batch)
 
 
 @contextmanager
@@ -286,22 +285,22 @@ def _methods(args: argparse.Namespace) -> int:
     from checkmate.solvers.catalogue import methods
 
     table = methods()
-    known = {name: {"summary": m.summary, "source": m.source, "options": m.options} for name, m in table.items()}
-    _show(args, known, repr(table))
+    records = {name: {"summary": m.summary, "source": m.source, "options": m.options} for name, m in table.items()}
+    _show(args, records, repr(table))
     return DONE
 
 
 def _doctor(args: argparse.Namespace) -> int:
     from checkmate.cli.doctor import examine
 
-    examined, wrong = examine()
-    width = max(map(len, examined)) + 2
-    listed = ((name, fact if isinstance(fact, (list, tuple)) else [fact]) for name, fact in examined.items())
-    lines = [f"{name:<{width}}{', '.join(str(f) for f in facts if f is not None) or 'none'}" for name, facts in listed]
-    _show(args, {"ok": not wrong, "wrong": wrong, **examined}, "\n".join(lines))
-    for obstacle in wrong:
+    facts, obstacles = examine()
+    width = max(map(len, facts)) + 2
+    rows = ((name, fact if isinstance(fact, (list, tuple)) else [fact]) for name, fact in facts.items())
+    lines = [f"{name:<{width}}{', '.join(str(f) for f in values if f is not None) or 'none'}" for name, values in rows]
+    _show(args, {"ok": not obstacles, "wrong": obstacles, **facts}, "\n".join(lines))
+    for obstacle in obstacles:
         _say(obstacle, REFUSED)
-    return REFUSED if wrong else DONE
+    return REFUSED if obstacles else DONE
 
 
 def _selftest(args: argparse.Namespace) -> int:
@@ -309,7 +308,6 @@ def _selftest(args: argparse.Namespace) -> int:
 
     from checkmate.selftest.checks import CHECKS, Finding, Setting, run_all
 
-    # Refuse unknown checks and devices.
     if unknown := [name for name in args.only or () if name not in CHECKS]:
         raise UsageError(f"there is no check {unknown[0]!r}; the checks are {', '.join(CHECKS)}")
     if args.device.partition(":")[0] not in ("cpu", "cuda"):
@@ -317,23 +315,23 @@ def _selftest(args: argparse.Namespace) -> int:
     if args.device != "cpu" and not torch.cuda.is_available():
         raise CheckmateError("There is no CUDA device here. --device cpu checks what can be checked without one.")
     checks = {name: check for name, check in CHECKS.items() if name in (args.only or CHECKS)}
-    found, failed = list[Finding](), list[str]()
+    findings, failed = list[Finding](), list[str]()
 
     def keep() -> None:  # before all, since it may not be possible, and after each: what was found is not lost
         if args.json:
-            about = {"format": "checkmate-selftest", "version": 2, "device": args.device, "quick": args.quick}
-            rows = [{**asdict(finding), "verdict": finding.verdict} for finding in found]
-            _write_json(args.json, {**about, "failed": failed, "checks": rows})
+            header = {"format": "checkmate-selftest", "version": 2, "device": args.device, "quick": args.quick}
+            rows = [{**asdict(finding), "verdict": finding.verdict} for finding in findings]
+            _write_json(args.json, {**header, "failed": failed, "checks": rows})
 
     keep()
-    with showing(lambda: f"{len(found)} of {len(checks)} checks", share=lambda: len(found) / len(checks)):
+    with showing(lambda: f"{len(findings)} of {len(checks)} checks", share=lambda: len(findings) / len(checks)):
         for finding in run_all(checks, Setting(args.device, args.quick), args.time_limit):
             _out(str(finding))
             sys.stdout.flush()
-            found.append(finding)
+            findings.append(finding)
             failed += [finding.name] * (finding.verdict == "failed")
             keep()
-    counts = Counter(finding.verdict for finding in found)
+    counts = Counter(finding.verdict for finding in findings)
     counted = ", ".join(f"{count} {verdict}" for verdict, count in counts.items())
     _out(f"{'FAILED' if failed else 'passed'} on {args.device}: {counted}")
     return _say(f"failed: {', '.join(failed)}", REFUSED) if failed else DONE
@@ -346,8 +344,8 @@ def _bytes_of(args: argparse.Namespace) -> int:
     from checkmate.profiling.data_sheets import DEVICES, device_named
 
     if args.device is None or not (device := device_named(args.device)).room:
-        known = ", ".join(name for name, one in DEVICES.items() if one.room)
-        raise UsageError(f"--budget {args.budget} is of the memory of a device: --device names one of {known}")
+        names = ", ".join(name for name, sheet in DEVICES.items() if sheet.room)
+        raise UsageError(f"--budget {args.budget} is of the memory of a device: --device names one of {names}")
     return int(share * device.room)
 
 
@@ -363,10 +361,10 @@ def _profile(args: argparse.Namespace) -> str:
 
     device = device_named(args.device)
     if device.room and args.budget > device.room:
-        asked, room, all_of_it = map(format_bytes, (args.budget, device.room, device.memory_bytes))
+        budget, room, all_of_it = map(format_bytes, (args.budget, device.room, device.memory_bytes))
         _say(
-            f"{asked} leaves too little of the {all_of_it} of {device.name} to CUDA, cuDNN and cuBLAS, whose memory is "
-            f"not in estimates; plan for {room} at most",
+            f"{budget} leaves too little of the {all_of_it} of {device.name} to CUDA, cuDNN and cuBLAS, whose memory "
+            f"is not in estimates; plan for {room} at most",
             DONE,
         )
     return f"roofline:{args.device}"
@@ -427,10 +425,10 @@ def _parser() -> argparse.ArgumentParser:
     def command(run: Run, summary: str, *options: str, about: str = "", **changed: dict[str, Any]) -> None:
         name, description = run.__name__[1:].replace("_", "-"), f"{summary[0].upper()}{summary[1:]}.\n\n{about}".strip()
         as_written = argparse.RawDescriptionHelpFormatter
-        made = commands.add_parser(name, help=summary, description=description, formatter_class=as_written)
-        made.set_defaults(run=run)
-        others = {f"--{name.replace('_', '-')}": settings for name, settings in changed.items()}
-        add_to(made, ("--json", "--quiet", "--verbose", "--debug", *options), others)
+        subparser = commands.add_parser(name, help=summary, description=description, formatter_class=as_written)
+        subparser.set_defaults(run=run)
+        replacements = {f"--{name.replace('_', '-')}": settings for name, settings in changed.items()}
+        add_to(subparser, ("--json", "--quiet", "--verbose", "--debug", *options), replacements)
 
     target = ("target", "--device", "--profile", "--kernels")
     about = f"{_TARGET}{_WITH_SIZE}"

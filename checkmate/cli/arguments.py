@@ -50,8 +50,8 @@ def maker(target: str, *, on_meta: bool, debug: bool) -> Callable[..., tuple[Any
     # Import the module or file, and find the function in it.
     where, colon, name = target.rpartition(":")
     if target.endswith(".py") and Path(target).is_file():
-        known = re.findall(r"^def ([a-z]\w*)", Path(target).read_text(errors="replace"), re.MULTILINE)
-        has = f"{target} has {', '.join(known) or 'no function'}"
+        names = re.findall(r"^def ([a-z]\w*)", Path(target).read_text(errors="replace"), re.MULTILINE)
+        has = f"{target} has {', '.join(names) or 'no function'}"
         raise UsageError(f"TARGET is {target}:function; {has}. {_LINES.format(where=target)}")
     if not colon or not where or not name:
         raise UsageError(f"TARGET is module:function or file.py:function, not {target!r}")
@@ -64,41 +64,41 @@ def maker(target: str, *, on_meta: bool, debug: bool) -> Callable[..., tuple[Any
     for part in name.split("."):
         function = getattr(function, part, None)
     if not callable(function):
-        known = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
-        raise UsageError(f"{where} has no function {name!r}; it has {', '.join(known) or 'none'}. {lines}")
+        names = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
+        raise UsageError(f"{where} has no function {name!r}; it has {', '.join(names) or 'none'}. {lines}")
     # A model alone has no batch.
     if isinstance(function, torch.nn.Module) or (inspect.isclass(function) and issubclass(function, torch.nn.Module)):
         raise UsageError(f"{target} is a module. {lines}")
 
     def make(*size: int) -> tuple[Any, Any]:
-        called = f"{target} called with ({', '.join(map(str, size))})"
+        call = f"{target} called with ({', '.join(map(str, size))})"
         # Refuse a function that does not take the size.
         try:
             inspect.signature(function).bind(*size)
         except TypeError as error:
             hint = "" if size else " (--size N gives it N)"
-            raise UsageError(f"{called} fails: {error}{hint}. {lines}") from None
+            raise UsageError(f"{call} fails: {error}{hint}. {lines}") from None
         try:
             with torch.device("meta") if on_meta else nullcontext():
-                made = function(*size)
+                pair = function(*size)
         except CheckmateError:
             raise
         # Name the user's own line that failed.
         except (Exception, SystemExit) as error:  # the user's own, whatever it is
             if debug:
                 raise
-            frames = [one for one in traceback.extract_tb(error.__traceback__) if is_users(one.filename)]
-            place = "".join(f"\n  {one.filename}:{one.lineno} in {one.name}: {one.line}" for one in frames[-1:])
+            frames = [frame for frame in traceback.extract_tb(error.__traceback__) if is_users(frame.filename)]
+            place = "".join(f"\n  {f.filename}:{f.lineno} in {f.name}: {f.line}" for f in frames[-1:])
             advice = f"\n{lines}" if isinstance(error, SystemExit) else ""
             if on_meta and re.search(r"\bmeta\b|NVIDIA|CUDA", str(error)):
                 advice = f"\n{_NO_DATA} {lines}"
-            said = f"{type(error).__name__}: {error}. See --debug.{place}{advice}"
-            raise CheckmateError(f"{called} failed: {said}") from error
+            message = f"{type(error).__name__}: {error}. See --debug.{place}{advice}"
+            raise CheckmateError(f"{call} failed: {message}") from error
         # Refuse results other than (step, batch).
-        if not isinstance(made, tuple) or len(made) != 2 or not callable(made[0]):
-            kinds = ", ".join(type(one).__name__ for one in made) if isinstance(made, tuple) else type(made).__name__
-            raise UsageError(f"{target} returns {f'({kinds})' if isinstance(made, tuple) else kinds}. {lines}")
-        return made
+        if not isinstance(pair, tuple) or len(pair) != 2 or not callable(pair[0]):
+            kinds = ", ".join(type(part).__name__ for part in pair) if isinstance(pair, tuple) else type(pair).__name__
+            raise UsageError(f"{target} returns {f'({kinds})' if isinstance(pair, tuple) else kinds}. {lines}")
+        return pair
 
     return make
 
@@ -108,15 +108,14 @@ def _module_of(where: str) -> Any:
     for folder in (Path.cwd(), path.parent) if where.endswith(".py") else (Path.cwd(),):
         if str(folder) not in sys.path:
             sys.path.insert(0, str(folder))
-    # By name, or from a file.
     try:
         if not where.endswith(".py"):
             return importlib.import_module(where)
         if not path.is_file():
             raise UsageError(f"there is no file {where} in {Path.cwd()}")
         # Another module may have this name, such as types: it stays.
-        other = sys.modules.get(path.stem)
-        is_free = other is None or getattr(other, "__file__", None) == str(path)
+        namesake = sys.modules.get(path.stem)
+        is_free = namesake is None or getattr(namesake, "__file__", None) == str(path)
         name = path.stem if is_free else f"checkmate_target_{path.stem}"
         spec = importlib.util.spec_from_file_location(name, path)
         assert spec is not None
@@ -232,8 +231,8 @@ def add_to(parser: argparse.ArgumentParser, names: Iterable[str], changed: Mappi
         (costs if name in ("--device", "--profile") else parser).add_argument(name, **changed.get(name, OPTIONS[name]))
 
 
-def host_of(args: argparse.Namespace, known: Host | None = None) -> Host | None:
-    """Read the second memory from options; the known one gives figures that they leave out.
+def host_of(args: argparse.Namespace, host: Host | None = None) -> Host | None:
+    """Read the second memory from options; ``host`` gives the figures that they leave out.
 
     Raises:
         UsageError: if there are not one or two rates, or nothing names a budget or a rate.
@@ -243,19 +242,19 @@ def host_of(args: argparse.Namespace, known: Host | None = None) -> Host | None:
     >>> print(host_of(asked))
     1.00 GB (1_000_000_000 bytes), 2 GB/s there, 1 back, a link each way
     """
-    said: dict[str, Any] = {"one_link": True} if args.host_one_link else {}
+    figures: dict[str, Any] = {"one_link": True} if args.host_one_link else {}
     if args.host_budget is not None:
-        said["budget"] = parse_bytes(args.host_budget)
+        figures["budget"] = parse_bytes(args.host_budget)
     if args.host_rate is not None:
-        there, *back = map(parse_rate, args.host_rate.split(","))
-        if len(back) > 1:
+        send, *fetch = map(parse_rate, args.host_rate.split(","))
+        if len(fetch) > 1:
             raise UsageError(f"--host-rate takes one rate, or one there and one back, not {args.host_rate!r}")
-        said |= {"send": there, "fetch": back[0] if back else there}
-    if known is not None or not said:
-        return replace(known, **said) if known is not None and said else known
+        figures |= {"send": send, "fetch": fetch[0] if fetch else send}
+    if host is not None or not figures:
+        return replace(host, **figures) if host is not None and figures else host
     from checkmate.core.host import Host
 
-    for name, asked in (("budget", "--host-budget"), ("send", "--host-rate")):
-        if name not in said:
-            raise UsageError(f"a second memory needs {asked}, too: none is known")
-    return Host(**said)
+    for name, option_name in (("budget", "--host-budget"), ("send", "--host-rate")):
+        if name not in figures:
+            raise UsageError(f"a second memory needs {option_name}, too: none is known")
+    return Host(**figures)

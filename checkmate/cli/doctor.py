@@ -31,7 +31,7 @@ def examine() -> tuple[dict[str, Any], list[str]]:
     >>> facts["solver"]
     'HiGHS works'
     """
-    wrong: list[str] = []
+    obstacles: list[str] = []
     facts: dict[str, Any] = {"checkmate": __version__, "python": f"{platform.python_version()} ({sys.executable})"}
     facts["system"] = f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores"
     for name in (*NEEDED, *EXTRAS):
@@ -40,13 +40,13 @@ def examine() -> tuple[dict[str, Any], list[str]]:
         except importlib.metadata.PackageNotFoundError:
             facts[name] = None
         if facts[name] is None and name in NEEDED:
-            wrong.append(f"{name} is not installed: pip install {name}")
+            obstacles.append(f"{name} is not installed: pip install {name}")
     # Another project is distributed as ``checkmate``, and installs a module of this name over ours or under it.
-    wrong += [
-        f"{other.metadata['Name']} {other.version} is installed in the folder of checkmate-torch, and one has written "
+    obstacles += [
+        f"{dist.metadata['Name']} {dist.version} is installed in the folder of checkmate-torch, and one has written "
         "over the other: pip uninstall checkmate checkmate-torch, then pip install checkmate-torch"
-        for other in importlib.metadata.distributions(name="checkmate")
-        if "checkmate/__init__.py," in (other.read_text("RECORD") or "")
+        for dist in importlib.metadata.distributions(name="checkmate")
+        if "checkmate/__init__.py," in (dist.read_text("RECORD") or "")
     ]
     # PyTorch's build and devices, whether steps can have an arena, and the changes that are left out.
     if facts["torch"]:
@@ -73,10 +73,10 @@ def examine() -> tuple[dict[str, Any], list[str]]:
         if failed := answer.details.get("failed"):
             raise SolverError(failed[0])
         if answer.status is not Status.OPTIMAL or answer.cost != 4.0:
-            wrong.append(f"the solver's answer to a small problem is wrong: {answer!r}")
+            obstacles.append(f"the solver's answer to a small problem is wrong: {answer!r}")
             facts["solver"] = "answers wrongly"
     except (ImportError, SolverError) as error:
-        wrong.append(f"the solver fails: {error}; pip install --force-reinstall highspy")
+        obstacles.append(f"the solver fails: {error}; pip install --force-reinstall highspy")
         facts["solver"] = "fails"
     # The folder of files, their bytes, and whether they can be written.
     folder = files.folder()
@@ -88,7 +88,7 @@ def examine() -> tuple[dict[str, Any], list[str]]:
             facts["cache writable"] = "yes"
     except OSError:
         facts["cache writable"] = "no"
-        wrong.append(
+        obstacles.append(
             f"{folder} cannot be written: set {files.VARIABLE} to a folder that can, or compile with cache=False"
         )
-    return facts, wrong
+    return facts, obstacles

@@ -92,17 +92,17 @@ def arrivals(node: Any) -> tuple[dict[Edge, list[float]], dict[Any, None]] | Non
         nodes = reachable(root for root, _ in roots)
         if node in nodes:
             numbers: dict[Edge, list[float]] = {edge: [FIRST] for edge in roots}
-            for other in nodes:
-                edges = [edge for edge in other.next_functions if edge[0] is not None]
-                if edges and _will_engine_execute_node(other):
+            for source in nodes:
+                edges = [edge for edge in source.next_functions if edge[0] is not None]
+                if edges and _will_engine_execute_node(source):
                     for edge in edges:
-                        numbers.setdefault(edge, []).append(created(other))
+                        numbers.setdefault(edge, []).append(created(source))
             return numbers, nodes
     return None
 
 
 def reachable(roots: Iterable[Any]) -> dict[Any, None]:
-    """These nodes of autograd's graph, and all nodes that a backward from them can reach."""
+    """Nodes of autograd's graph: these, and all that a backward from them can reach."""
     stack = list(roots)
     seen: dict[Any, None] = {}
     while stack:
@@ -118,6 +118,6 @@ def _beginnings() -> Iterator[list[Edge]]:
     for innermost in (sys._getframe(), *sys._current_frames().values()):
         for frame, _ in walk_stack(innermost):
             if frame.f_code is _engine_run_backward.__code__:
-                given = frame.f_locals["t_outputs"]
-                edges = (graph.get_gradient_edge(one) if isinstance(one, torch.Tensor) else one for one in given)
+                roots = frame.f_locals["t_outputs"]
+                edges = (graph.get_gradient_edge(root) if isinstance(root, torch.Tensor) else root for root in roots)
                 yield [(edge.node, edge.output_nr) for edge in edges]

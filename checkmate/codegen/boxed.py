@@ -104,8 +104,8 @@ def boxed(module: fx.GraphModule, calls: Calls = MappingProxyType({})) -> Run:
             if a not in read:
                 read.add(a)
                 last.setdefault(node, []).append(a.name)
-    given = [node.name for node in graph.nodes if node.op == "placeholder"]
-    lines = ["def forward(inputs):", *([f"    {', '.join(given)}, = inputs"] if given else [])]
+    inputs = [node.name for node in graph.nodes if node.op == "placeholder"]
+    lines = ["def forward(inputs):", *([f"    {', '.join(inputs)}, = inputs"] if inputs else [])]
     lines += ["    inputs.clear()", "    try:"]
     head = len(lines)
     for node in graph.nodes:
@@ -114,7 +114,8 @@ def boxed(module: fx.GraphModule, calls: Calls = MappingProxyType({})) -> Run:
         if node.op == "output":
             lines.append(f"        return {code.text(node.args[0])}")
             break
-        call = code.attribute(node) if node.op == "get_attr" else code.call(*calls.get(node, _call_of(node)))
+        own = node.target, node.args, node.kwargs
+        call = code.attribute(node) if node.op == "get_attr" else code.call(*calls.get(node, own))
         gone = [*last.get(node, ()), *([] if node.users else [node.name])]
         lines.append(f"        {node.name} = {call}" + (f"; {' = '.join(gone)} = None" if gone else ""))
 
@@ -127,8 +128,8 @@ def boxed(module: fx.GraphModule, calls: Calls = MappingProxyType({})) -> Run:
 
 def when_asked(module: fx.GraphModule) -> Callable[[], fx.GraphModule]:
     """A function that gives a module, and does not keep it where it can be written again."""
-    anew, this = module.meta.get(ANEW), weakref.ref(module)
-    return (lambda: module) if anew is None else (lambda: this() or anew())
+    anew, reference = module.meta.get(ANEW), weakref.ref(module)
+    return (lambda: module) if anew is None else (lambda: reference() or anew())
 
 
 def _function(text: str, bound: dict[str, Any]) -> Run:
@@ -136,14 +137,10 @@ def _function(text: str, bound: dict[str, Any]) -> Run:
     key = sha256(text.encode()).digest()
     code = _CODES.get(key)
     if code is None:
-        made: dict[str, Any] = {}
-        exec(compile(text, FILE, "exec"), made)
-        code = _CODES[key] = made["forward"].__code__
+        namespace: dict[str, Any] = {}
+        exec(compile(text, FILE, "exec"), namespace)
+        code = _CODES[key] = namespace["forward"].__code__
     return FunctionType(code, bound)
-
-
-def _call_of(node: fx.Node) -> tuple[Any, Any, Any]:
-    return node.target, node.args, node.kwargs
 
 
 class _Code:
@@ -157,12 +154,12 @@ class _Code:
         while any(node.name.startswith(self._prefix) for node in module.graph.nodes):
             self._prefix += "_"
 
-    def name_of(self, what: Any) -> str:
-        """The name that something is bound to."""
-        key = (what,) if type(what) is int else id(what)
+    def name_of(self, value: Any) -> str:
+        """The name that a value is bound to."""
+        key = (value,) if type(value) is int else id(value)
         if key not in self._names:
             name = self._names[key] = sys.intern(f"{self._prefix}{len(self.bound)}")  # the modules of all plans have it
-            self.bound[name] = what
+            self.bound[name] = value
         return self._names[key]
 
     def attribute(self, node: fx.Node) -> str:
@@ -171,15 +168,15 @@ class _Code:
 
     def call(self, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
         """A call of a function; of an op by the quickest way to it."""
-        given = [self.text(arg) for arg in args]
+        arguments = [self.text(arg) for arg in args]
         if target is operator.getitem:
-            return f"{given[0]}[{given[1]}]"
+            return f"{arguments[0]}[{arguments[1]}]"
         if isinstance(target, OpOverload):
             target = _BINDINGS.get(target, target._op)
         elif isinstance(target, PlannedOp):
             target = target.run
-        given += [f"{name}={self.text(arg)}" for name, arg in kwargs.items()]
-        return f"{self.name_of(target)}({', '.join(given)})"
+        arguments += [f"{name}={self.text(arg)}" for name, arg in kwargs.items()]
+        return f"{self.name_of(target)}({', '.join(arguments)})"
 
     def text(self, arg: Any) -> str:
         """An argument."""
@@ -189,9 +186,9 @@ class _Code:
             return f"[{', '.join(map(self.text, arg))}]"
         if isinstance(arg, tuple):
             kind = self.name_of(type(arg)) if hasattr(arg, "_fields") else ""
-            return f"{kind}({''.join(f'{self.text(one)}, ' for one in arg)})"
+            return f"{kind}({''.join(f'{self.text(item)}, ' for item in arg)})"
         if isinstance(arg, dict):
-            return f"{{{', '.join(f'{key!r}: {self.text(one)}' for key, one in arg.items())}}}"
+            return f"{{{', '.join(f'{key!r}: {self.text(value)}' for key, value in arg.items())}}}"
         if isinstance(arg, slice):
             return f"slice({', '.join(map(self.text, (arg.start, arg.stop, arg.step)))})"
         if isinstance(arg, Detached):

@@ -63,7 +63,7 @@ UNKNOWN = Shared(-1, -1, 2, "An input")  # some input or other
 
 
 class Arrival(NamedTuple):
-    """How a gradient came to an input of a traced step."""
+    """The way of a gradient to an input of a traced step."""
 
     contributions: int
     place: int | None  # in the order in which gradients were complete; None: there is no gradient
@@ -124,13 +124,13 @@ def noted_arrivals() -> Iterator[list[list[Arrival]]]:
         if any(functorch.is_gradtrackingtensor(t) or functorch.is_batchedtensor(t) for t in ends):
             return grad(outputs, inputs, *args, **kwargs)
         # Count what reaches each leaf from now on, and note in which order their gradients are complete.
-        found = [0] * len(leaves)
+        counts = [0] * len(leaves)
         order: dict[int, int] = {}
         position = {tuple(get_gradient_edge(leaf)[:2]): i for i, leaf in enumerate(leaves)}
 
-        def count(reached: list[tuple[int, int]], given: Any, received: Any) -> None:
+        def count(reached: list[tuple[int, int]], outgoing: Any, incoming: Any) -> None:
             for j, i in reached:
-                found[i] += given[j] is not None
+                counts[i] += outgoing[j] is not None
 
         def note(i: int, grad: torch.Tensor) -> None:
             order.setdefault(i, len(order))
@@ -156,7 +156,7 @@ def noted_arrivals() -> Iterator[list[list[Arrival]]]:
             for handle in handles:
                 handle.remove()
         places = [None if result is None else order.get(i) for i, result in enumerate(results)]
-        arrived.append([*map(Arrival, found, places, map(tuple, steps))])
+        arrived.append([*map(Arrival, counts, places, map(tuple, steps))])
         return results
 
     torch.autograd.grad = counting
@@ -185,7 +185,7 @@ def sharing_of(
 ) -> Sharing:
     """Find the inputs with several contributions, and mark in the backward which of them autograd can get singly.
 
-    Mark also in which order autograd is to hand over the gradients.
+    Mark the order, too, in which autograd is to hand over the gradients.
 
     Args:
         arrived: how the gradients came when the joint graph was traced, from `by_gradient`.
@@ -196,7 +196,7 @@ def sharing_of(
     """
     forward, output = modules.forward, modules.backward.graph.output_node()
     gradients: Any = output.args[0]
-    found = [i for i, grad in enumerate(gradients) if isinstance(grad, fx.Node)]
+    positions = [i for i, grad in enumerate(gradients) if isinstance(grad, fx.Node)]
     if not isinstance(arrived, Mapping):
         output.meta[_ARRIVED] = arrived
         return Sharing(together=(UNKNOWN,) if any(arrival.contributions > 1 for arrival in arrived) else ())
@@ -205,32 +205,32 @@ def sharing_of(
     is_tensor = [isinstance(n.meta["val"], torch.Tensor) for n in inputs]
     output.meta[_ARRIVED] = [arrived.get(i, Arrival(0, None)) for i in compress(range(len(inputs)), is_tensor)]
     # The positions of inputs that the step overwrites or returns a view of.
-    made: Any = forward.graph.output_node().args[0]
+    outputs: Any = forward.graph.output_node().args[0]
     descs: Any = forward.graph.output_node().meta["desc"]
-    kept = {getattr(getattr(desc, "mutated_input", None), "idx", None) for desc in descs[:results]}
-    shown = {*storages(*(n for n in leaf_nodes(made[:results]) if n.op != "placeholder"))}
+    visible = {getattr(getattr(desc, "mutated_input", None), "idx", None) for desc in descs[:results]}
+    shown = {*storages(*(n for n in leaf_nodes(outputs[:results]) if n.op != "placeholder"))}
     for node in forward.graph.find_nodes(op="placeholder"):
         is_written = any(is_mutating(user) and user.args[0] is node for user in node.users)
         if is_written or not shown.isdisjoint(storages(node)):
-            kept.add(input_position(node))
-    kept.discard(None)
+            visible.add(input_position(node))
+    visible.discard(None)
     # Autograd gets the others' contributions one by one, if the gradient is their sum.
     apart: list[Shared] = []
     together: list[Shared] = []
-    for i in found:
+    for i in positions:
         count = arrived[i].contributions
         position = getattr(getattr(output.meta["desc"][i], "grad_of", None), "idx", None)
         # One that may belong to a view of the input is a sum, too: plain PyTorch sums those of the view first.
         total = as_made(gradients[i])
-        while position in kept and is_view(total):
+        while position in visible and is_view(total):
             total = as_made(total.all_input_nodes[0])
-        if count < 2 and not (position in kept and total.target is aten.add.Tensor):
+        if count < 2 and not (position in visible and total.target is aten.add.Tensor):
             continue
         if position is None:  # it stands for several inputs that are views of one tensor
             together.append(UNKNOWN)
             continue
         shared = Shared(position, i, count, names[position] if position < len(names) else f"input {position}")
-        fits = position not in kept and position not in shards and terms_of(gradients[i], count) is not None
+        fits = position not in visible and position not in shards and terms_of(gradients[i], count) is not None
         (apart if fits else together).append(shared)
     output.meta[_APART] = {shared.gradient: shared.count for shared in apart}
     return Sharing(tuple(apart), tuple(together))
@@ -250,15 +250,15 @@ def terms_of(total: fx.Node, count: int) -> list[fx.Node] | None:
     return [total, *reversed(terms)]
 
 
-def places_of(arrived: Sequence[Arrival], given: int) -> list[int | None]:
-    """The places of gradients in plain PyTorch's order where only some results are differentiated, given as bits."""
+def places_of(arrived: Sequence[Arrival], mask: int) -> list[int | None]:
+    """The places of gradients in plain PyTorch's order where the results in a mask of bits alone are differentiated."""
     # A backward runs its nodes in the order of descending sequence numbers; the last of a gradient's completes it.
     # What one node completes leaves the engine's heap in the order of slots; of three and more this is not certain.
     last = {
         i: min(steps)
         for i, arrival in enumerate(arrived)
         if arrival.place is not None
-        and (steps := [(number, -slot) for number, slot, results in arrival.steps if results & given])
+        and (steps := [(number, -slot) for number, slot, results in arrival.steps if results & mask])
     }
     place = {i: n for n, i in enumerate(sorted(last, key=lambda i: last[i], reverse=True))}
     return [place.get(i) for i in range(len(arrived))]
@@ -269,9 +269,9 @@ def lowered(module: fx.GraphModule, lower: Callable[[fx.GraphModule], Run]) -> R
 
     Those handed in may be None; a batch of them is refused. A `Fan` gets contributions one by one where it needs them.
     """
-    given, output = module.graph.find_nodes(op="placeholder"), module.graph.output_node()
+    placeholders, output = module.graph.find_nodes(op="placeholder"), module.graph.output_node()
     counts: dict[int, int] = output.meta.get(_APART, {})
-    tangents = [i for i, node in enumerate(given) if _is_tangent(node)]
+    tangents = [i for i, node in enumerate(placeholders) if _is_tangent(node)]
     whole, again, is_anew = lower(module), when_asked(module), ANEW in module.meta
     if not counts and not tangents:
         return whole
@@ -279,13 +279,13 @@ def lowered(module: fx.GraphModule, lower: Callable[[fx.GraphModule], Run]) -> R
     arrived: Sequence[Arrival] = output.meta.get(_ARRIVED, ())
 
     def part(wanted: tuple[int, ...], missing: tuple[int, ...]) -> fx.GraphModule:
-        made = handing_over(again(), wanted) if wanted else again()
+        backward = handing_over(again(), wanted) if wanted else again()
         if missing:
-            given = made.graph.find_nodes(op="placeholder")
-            made = without(made, [given[i].name for i in missing])
+            placeholders = backward.graph.find_nodes(op="placeholder")
+            backward = without(backward, [placeholders[i].name for i in missing])
         if is_anew:
-            made.meta[ANEW] = partial(part, wanted, missing)
-        return made
+            backward.meta[ANEW] = partial(part, wanted, missing)
+        return backward
 
     @cache
     def variant(wanted: tuple[int, ...], missing: tuple[int, ...]) -> Run:
@@ -313,9 +313,9 @@ def lowered(module: fx.GraphModule, lower: Callable[[fx.GraphModule], Run]) -> R
             return results
         # Leave the contributions with that node.
         results = [*results]
-        rest = iter(results[length:])
+        further_terms = iter(results[length:])
         for i in wanted:
-            terms = [results[i], *(next(rest) for _ in range(counts[i] - 1))]
+            terms = [results[i], *(next(further_terms) for _ in range(counts[i] - 1))]
             results[i] = next((term for term in terms if term is not None), None)
             fan.terms[gradients.index(i)] = terms
         return results[:length]
@@ -329,14 +329,14 @@ def handing_over(module: fx.GraphModule, gradients: Sequence[int]) -> fx.GraphMo
     copies: dict[fx.Node, Any] = {}
     graph.graph_copy(module.graph, copies)
     results: Any = list(output.args[0])  # type: ignore[arg-type]
-    rest: list[fx.Node] = []
+    further_terms: list[fx.Node] = []
     for i in gradients:
         terms = terms_of(results[i], output.meta[_APART][i])
         assert terms is not None
         results[i] = terms[0]
-        rest += terms[1:]
-    handed = tuple(copies[n] if isinstance(n, fx.Node) else n for n in (*results, *rest))
-    graph.output(handed).meta = output.meta
+        further_terms += terms[1:]
+    outputs = tuple(copies[n] if isinstance(n, fx.Node) else n for n in (*results, *further_terms))
+    graph.output(outputs).meta = output.meta
     return without_dead_code(module, graph)
 
 
@@ -375,10 +375,10 @@ class FanOut(Around):
 
 def _refuse_together(together: Sequence[Shared], edges: Sequence[Any], node: Any, grads: Any) -> None:
     unknown = node.next_functions if UNKNOWN in together else ()
-    named = [s for s in together if s is not UNKNOWN] + [UNKNOWN] * len(unknown)
-    found = arrivals(node)
-    before = [found is None or is_before(found[0], edge, node) for edge in (*edges, *unknown)]
-    if shared := next((s for s, yes in zip(named, before, strict=True) if yes), None):
+    inputs = [s for s in together if s is not UNKNOWN] + [UNKNOWN] * len(unknown)
+    contributions = arrivals(node)
+    before = [contributions is None or is_before(contributions[0], edge, node) for edge in (*edges, *unknown)]
+    if shared := next((s for s, yes in zip(inputs, before, strict=True) if yes), None):
         raise Unsupported(
             f"{shared.name} is used more than once within the compiled step, and once more after it, in this "
             "backward. Plain PyTorch adds all these contributions to its gradient one after the other; here those "

@@ -122,10 +122,10 @@ def _draw_once(forward: fx.GraphModule) -> None:
     """
     states = forward.graph.find_nodes(op="call_function", target=randomness.save_state)
     for state in states:
-        x, drawn = state.args[0], state.next
-        if list(state.users) == [drawn] and any(user > drawn for user in x.users):
+        x, draw = state.args[0], state.next
+        if list(state.users) == [draw] and any(user > draw for user in x.users):
             state.target = randomness.hold_place
-            drawn.target, drawn.args = randomness.draw_once, (state, x, drawn.args[2])
+            draw.target, draw.args = randomness.draw_once, (state, x, draw.args[2])
     if states:
         forward.recompile()
 
@@ -141,24 +141,24 @@ def is_unchecked(node: fx.Node) -> bool:
 
 def _saved(joint: Joint, steps: Iterable[Step | Land], tangents: Iterable[fx.Node]) -> list[fx.Node]:
     """The saved tensors: values that the backward reads and neither makes nor fetches, and unchecked inputs."""
-    made = {*tangents, *joint.step.given_numbers}
+    at_hand = {*tangents, *joint.step.given_numbers}
     saved: dict[fx.Node, None] = {}
 
     def read(nodes: Iterable[fx.Node]) -> None:
-        saved.update(dict.fromkeys(root for n in nodes for root in _roots(joint, n) if root not in made))
+        saved.update(dict.fromkeys(root for n in nodes for root in _roots(joint, n) if root not in at_hand))
 
     for step in steps:
         if isinstance(step, Run) and (node := joint.nodes[step.op]) is not None:
             read(node.all_input_nodes)
             op = joint.graph.ops[step.op]
-            made.update(one for v in (*op.outputs, *op.overwrites) for one in joint.nodes_of_value[v])
+            at_hand.update(output for v in (*op.outputs, *op.overwrites) for output in joint.nodes_of_value[v])
         elif isinstance(step, (Send, Wait)):
             read(joint.nodes_of_value[step.value])
         elif isinstance(step, Land):
-            made.update(joint.nodes_of_value[step.value])
+            at_hand.update(joint.nodes_of_value[step.value])
     read(n for n in joint.step.backward_outputs if isinstance(n, fx.Node))
     # AOTAutograd counts unchecked inputs once: each plan saves all, as another may take over. They take no memory.
-    saved.update(dict.fromkeys(n for n in joint.step.placeholders if is_unchecked(n) and n not in made))
+    saved.update(dict.fromkeys(n for n in joint.step.placeholders if is_unchecked(n) and n not in at_hand))
     return list(saved)
 
 
@@ -209,10 +209,10 @@ class _Writer:
         with modes[0] if modes else nullcontext():
             call.meta["val"] = torch.empty(1, dtype=torch.int64, device="cpu")
         self.call = self.env[call] = call
-        held: Any = {v: self.joint.held[v] for v in sorted(self.homes) if v in self.joint.held}
-        if held:
-            self.graph.call_function(transfers.adopt_held, (call, held)).meta["val"] = call.meta["val"]
-        for v in sorted(self.homes - held.keys()):
+        states: Any = {v: self.joint.held[v] for v in sorted(self.homes) if v in self.joint.held}
+        if states:
+            self.graph.call_function(transfers.adopt_held, (call, states)).meta["val"] = call.meta["val"]
+        for v in sorted(self.homes - states.keys()):
             inputs = [self.env.pop(node) for node in self.joint.nodes_of_value[v]]
             self._call(transfers.adopt, v, self.joint.graph.values[v].name, *inputs)
         return call
@@ -269,14 +269,14 @@ class _Writer:
         if step.over is not None:
             copy.meta[OVER] = position_of(self.joint, op, step.over)
         # Its results are in memory under the nodes that name them.
-        made = [one for v in (*values.outputs, *values.overwrites) for one in self.joint.nodes_of_value[v]]
-        if node in made:
+        outputs = [output for v in (*values.outputs, *values.overwrites) for output in self.joint.nodes_of_value[v]]
+        if node in outputs:
             stays = node in self.env and not values.overwrites  # a copy still in memory does, as in the plan
             self.env[node] = self.env[node] if stays else copy
         else:
             self.env[node] = copy
-            for one in made:
-                self._at_hand(one)
+            for output in outputs:
+                self._at_hand(output)
             del self.env[node]
         if step.over is not None:
             self._forget(step.over)
@@ -300,10 +300,10 @@ class _Writer:
             landed.meta = dict(nodes[0].meta)
             self.env[nodes[0]] = landed
             return
-        landed.meta["val"] = tuple(one.meta["val"] for one in nodes)
-        for i, one in enumerate(nodes):
-            self.env[one] = self.graph.call_function(operator.getitem, (landed, i))
-            self.env[one].meta = dict(one.meta)
+        landed.meta["val"] = tuple(node.meta["val"] for node in nodes)
+        for i, node in enumerate(nodes):
+            self.env[node] = self.graph.call_function(operator.getitem, (landed, i))
+            self.env[node].meta = dict(node.meta)
 
     def _call(self, transfer: Callable[..., Any], v: int, *args: Any) -> fx.Node:
         """Write a call to the second memory."""

@@ -34,7 +34,7 @@ _NO_GRADIENT = {aten.detach.default, aten.alias.default}
 
 
 def computed_from(graph: fx.Graph, count: int) -> dict[int, tuple[int, ...]]:
-    """For each result from which other results are computed, its position and theirs.
+    """The position of each result from which other results are computed, with theirs.
 
     Positions are those of autograd's node, which has no tokens of effects. What passes through ``detach`` is left out.
     """
@@ -46,7 +46,7 @@ def computed_from(graph: fx.Graph, count: int) -> dict[int, tuple[int, ...]]:
     for node, user in position.items():
         for n in ancestors(node.all_input_nodes, detached) & position.keys():
             users[position[n]].add(user)
-    return {i: tuple(sorted(found)) for i, found in users.items()}
+    return {i: tuple(sorted(positions)) for i, positions in users.items()}
 
 
 def _tokens_of(output: fx.Node, count: int) -> int:
@@ -85,7 +85,7 @@ def added_within(graph: fx.Graph, count: int) -> dict[int, list[set[int]]]:
     output: Any = graph.output_node()
     position = {desc: i for i, desc in enumerate(output.meta["desc"][_tokens_of(output, count) : count])}
     results = {n: position.get(getattr(n.meta.get("desc"), "output", None)) for n in graph.nodes if _is_tangent(n)}
-    found: dict[int, list[set[int]]] = {}
+    terms_by_result: dict[int, list[set[int]]] = {}
     # Follow the sum that begins with each gradient, as long as nothing else reads it.
     for tangent, result in results.items():
         total, terms = tangent, []
@@ -98,8 +98,8 @@ def added_within(graph: fx.Graph, count: int) -> dict[int, list[set[int]]]:
             terms.append({i for n in ancestors([user.args[1]]) if (i := results.get(n)) is not None})
             total = user
         if terms and result is not None:
-            found[result] = terms
-    return found
+            terms_by_result[result] = terms
+    return terms_by_result
 
 
 def refuse_views(within: Mapping[int, Sequence[set[int]]], results: Sequence[Any], functions: Sequence[Any]) -> None:
@@ -124,9 +124,9 @@ def _refuse_views(
     # ``numbers`` are those of the views of each result, as autograd counts its nodes.
     defined = {position for position, grad in enumerate(grads) if grad is not None}
     shown = defined.intersection(numbers)
-    found = arrivals(node) if shown else None
+    contributions = arrivals(node) if shown else None
     for position in shown:
-        come = [*numbers[position], 0] if found is None else found[0].get((node, position), [])
+        come = [*numbers[position], 0] if contributions is None else contributions[0].get((node, position), [])
         come = [number for number in come if number != FIRST]
         terms = sum(not term.isdisjoint(defined) for term in within[position])
         if terms and numbers[position].intersection(come) and len(come) + terms > 2:

@@ -126,8 +126,8 @@ class Call:
         tensor = held.get()
         if tensor is None:
             return
-        there = tensor.untyped_storage()
-        if there.data_ptr() != storage.data_ptr() and there.nbytes() == storage.nbytes():
+        tensor_storage = tensor.untyped_storage()
+        if tensor_storage.data_ptr() != storage.data_ptr() and tensor_storage.nbytes() == storage.nbytes():
             held.put(within(storage, tensor))
 
     def wait(self, v: int) -> None:
@@ -202,30 +202,30 @@ class SecondMemory:
     def use(self) -> HostUse:
         """The use of this memory in the last call."""
         with self._books:
-            taken = sum(store.capacity for store in (*self._free, *self._used))
-            return HostUse(self.where, *self._last, taken, self._calls, len(self._used), self._at_home)
+            capacity = sum(store.capacity for store in (*self._free, *self._used))
+            return HostUse(self.where, *self._last, capacity, self._calls, len(self._used), self._at_home)
 
-    def host(self, graph: Graph, there: int = 0) -> Host:
+    def host(self, graph: Graph, home_bytes: int = 0) -> Host:
         """Describe it for a planner, or raise a `HostError`; its links are measured once.
 
         Each value takes whole blocks: the most that these may exceed the values is left out of the budget.
 
         Args:
-            there: bytes at home there already, which are not free.
+            home_bytes: at home there already, and not free.
         """
         with outside_tracing():  # a step is being captured
             links = known_links(self.where, self.device, cache=self._cache)
-        self.budget = self.budget or free_there(self.where) + there
+        self.budget = self.budget or free_there(self.where) + home_bytes
         return replace(links, budget=max(0, self.budget - rounding(graph)))
 
     def begin(self, capacity: int) -> torch.Tensor:
         """Begin a call with a capacity in bytes, or raise a `HostError`; give the tensor that identifies it."""
         while self.left:
             try:
-                left = self.left.popleft()
+                call = self.left.popleft()
             except IndexError:  # another thread ends it
                 break
-            self.finish(left, _LEFT)
+            self.finish(call, _LEFT)
         # Take the smallest free store with room for it, or open one.
         with self._books:
             fitting = [store for store in self._free if store.capacity >= capacity]
@@ -263,8 +263,8 @@ class SecondMemory:
             broken, failed = True, error
         for v in call.held:
             call.leave(v)
-        for held in (call.held, call.kept, call.landing, call.bytes, call.layouts, call.overwritten):
-            held.clear()
+        for table in (call.held, call.kept, call.landing, call.bytes, call.layouts, call.overwritten):
+            table.clear()
         if broken:
             call.store.close()
         with self._books:

@@ -82,8 +82,8 @@ class SharedCopies(Around):
 
 def _refuse_shared(nodes: dict[str, Any], function: Any, grads: Any) -> None:
     for name, node in nodes.items():
-        others = [user() for user in node.metadata[_USERS] if user() not in (None, function)]
-        if any(map(_will_engine_execute_node, (node, *others))):
+        steps = [user() for user in node.metadata[_USERS] if user() not in (None, function)]
+        if any(map(_will_engine_execute_node, (node, *steps))):
             raise Unsupported(
                 f"{name} is used by a compiled step and once more in the same region of autocast, and this "
                 "backward computes the gradients of both. Plain PyTorch adds them in half precision; those within "

@@ -100,23 +100,23 @@ def adopt_held(token: torch.Tensor, held: Mapping[int, Held]) -> torch.Tensor:
     A home has its bytes before there is a tensor, which the first update makes.
     """
     call = _at_work(token)
-    tensors = {v: one.get() for v, one in held.items()}
+    tensors = {v: state.get() for v, state in held.items()}
     new = [v for v, tensor in tensors.items() if tensor is None or home_of(tensor) is None]
     storages: dict[int, torch.UntypedStorage] = {}
     homes: dict[int, Any] = {v: home_of(held[v].parameter) for v in new}
     for home in {home.place: home for home in homes.values()}.values():
-        here = [v for v in new if homes[v].place == home.place]
-        storages.update(zip(here, home.beside([held[v].nbytes for v in here]), strict=True))
-    for v, one in held.items():
+        values = [v for v in new if homes[v].place == home.place]
+        storages.update(zip(values, home.beside([held[v].nbytes for v in values]), strict=True))
+    for v, state in held.items():
         tensor = tensors[v]
         if tensor is not None and v in storages:
             # What was loaded may be a view of more.
             if tensor.untyped_storage().nbytes() != storages[v].nbytes():
-                one.put(tensor := tensor.clone())
+                state.put(tensor := tensor.clone())
             storages[v].copy_(tensor.untyped_storage())
         storage = storages[v] if tensor is None or v in storages else tensor.untyped_storage()
-        call.held[v] = one, storage
-        call.adopt(v, HOMES[storage.data_ptr()], Adopted(one.name, (), ()))
+        call.held[v] = state, storage
+        call.adopt(v, HOMES[storage.data_ptr()], Adopted(state.name, (), ()))
         if tensor is None:
             call.void.add(v)
         else:
@@ -217,23 +217,23 @@ def no_second_memory(capacity: int) -> torch.Tensor:
 
 def most_there(plan: Plan, graph: Graph, homes: Container[int] = ()) -> int:
     """Bytes of the second memory at a plan's peak there, in whole blocks per value, beside those of homes."""
-    there = most = 0
+    level = most = 0
     for step in plan.steps:
         if isinstance(step, (Send, Drop)) and step.value not in homes:
             size = rounded(graph.values[step.value].size_bytes)
-            there += size if isinstance(step, Send) else -size
-            most = max(most, there)
+            level += size if isinstance(step, Send) else -size
+            most = max(most, level)
     return most
 
 
 def ending_calls(graph: fx.Graph, run: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
     """The function of a graph, which frees its call's values in the second memory if it fails."""
-    given = [i for i, node in enumerate(graph.find_nodes(op="placeholder")) if IS_CALL in node.meta]
-    if not given and not any(node.target in (adopt, adopt_held, send, fetch) for node in graph.nodes):
+    positions = [i for i, node in enumerate(graph.find_nodes(op="placeholder")) if IS_CALL in node.meta]
+    if not positions and not any(node.target in (adopt, adopt_held, send, fetch) for node in graph.nodes):
         return run
 
     def guarded(inputs: list[Any]) -> Any:
-        with running(inputs[given[0]] if given else None):
+        with running(inputs[positions[0]] if positions else None):
             return run(inputs)
 
     return guarded
@@ -249,5 +249,5 @@ def as_made(node: fx.Node) -> fx.Node:
     sent = face.args[0]
     if not isinstance(sent, fx.Node) or sent.target is not send:
         return node
-    made = sent.args[2 + place]
-    return as_made(made) if isinstance(made, fx.Node) else node
+    origin = sent.args[2 + place]
+    return as_made(origin) if isinstance(origin, fx.Node) else node

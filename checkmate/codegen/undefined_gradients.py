@@ -37,7 +37,7 @@ _OVERWRITTEN = (
     "write under torch.no_grad()."
 )
 _WRITTEN = re.compile(r"modified by an inplace operation: (?:\[(\S+) (\[.*?\])\])?")  # as autograd says it
-_Known = tuple[fx.Node | None, bool]  # replacement, None: undefined; depends on a gradient
+_Copy = tuple[fx.Node | None, bool]  # replacement, None: undefined; depends on a gradient
 DEPTH = 3  # views between a result and what the compiled function returned
 
 
@@ -52,22 +52,22 @@ def keep_undefined(own: set[type], results: Sequence[Any], functions: Sequence[A
 
 def _need_nothing_for_nothing(compiled: Any) -> None:
     """Return Nones from a compiled backward if all incoming gradients are None, without touching saved tensors."""
-    # Autograd comes to a step so that has overwritten an input of the next one, of which nothing needs the gradient.
+    # So autograd comes to a step that has overwritten an input of the next one, of which nothing needs the gradient.
     # Where something does, the step's backward would run once more: plain PyTorch goes through those of its ops that
     # saved nothing.
-    backward, written = compiled.backward, compiled.metadata.num_mutated_inp_runtime_indices
-    told: list[torch.Size] = []  # shapes of gradients that were laid out anew
+    backward, count = compiled.backward, compiled.metadata.num_mutated_inp_runtime_indices
+    shapes: list[torch.Size] = []  # of gradients that were laid out anew
 
     def unless_undefined(ctx: Any, *grads: Any) -> Any:
         defined = [i for i, grad in enumerate(tree_leaves(grads)) if grad is not None]  # and no tensor: it is held here
         if not defined:
             return (None,) * len(ctx.needs_input_grad)
-        before, here.told = getattr(here, "told", None), told
+        before, here.told = getattr(here, "told", None), shapes
         try:
             return backward(ctx, *grads)
         except RuntimeError as error:
-            if found := _WRITTEN.search(str(error)):
-                kind, shape = found.groups()
+            if match := _WRITTEN.search(str(error)):
+                kind, shape = match.groups()
                 which = f", a {kind} of shape {shape}," if kind else ""
                 raise Unsupported(
                     f"A tensor that the backward needs{which} was written to between the step and its backward. Call "
@@ -75,7 +75,7 @@ def _need_nothing_for_nothing(compiled: Any) -> None:
                     "from a copy, x.clone(). A plan that runs ops of the forward again needs tensors that plain "
                     "PyTorch does not: a larger budget may keep what is made of this one."
                 ) from error
-            if "second time" not in str(error) or max(defined) >= written:
+            if "second time" not in str(error) or max(defined) >= count:
                 raise
             raise Unsupported(_OVERWRITTEN) from error
         finally:
@@ -93,7 +93,7 @@ def unreached(joint: fx.GraphModule, results: int) -> list[int]:
     outputs: Any = output.args[0]
     descs = zip(outputs, output.meta["desc"], strict=True)
     reached = [getattr(d, "grad_of", None) for grad, d in [*descs][results:] if isinstance(grad, fx.Node)]
-    if not all(isinstance(found, PlainAOTInput) for found in reached):  # of a tensor that several inputs are views of
+    if not all(isinstance(desc, PlainAOTInput) for desc in reached):  # of a tensor that several inputs are views of
         return []
     # What it returns is seen, but for views of a detached tensor.
     seen = {*storages(*(a for n in joint.graph.nodes for a in written(n)))}
@@ -103,8 +103,8 @@ def unreached(joint: fx.GraphModule, results: int) -> list[int]:
             root = root.all_input_nodes[0]
         if root.target != aten.detach.default:
             seen.update(storages(n))
-    given = [n for n in joint.graph.find_nodes(op="placeholder") if isinstance(n.meta.get("desc"), PlainAOTInput)]
-    without_gradient = [n for n in given if n.meta["desc"] not in reached]
+    inputs = [n for n in joint.graph.find_nodes(op="placeholder") if isinstance(n.meta.get("desc"), PlainAOTInput)]
+    without_gradient = [n for n in inputs if n.meta["desc"] not in reached]
     return [n.meta["desc"].idx for n in without_gradient if seen.isdisjoint(storages(n))]
 
 
@@ -116,7 +116,7 @@ class Unreached(Around):
 
     def before(self, inputs: list[Any]) -> None:
         """Detach them, unless no input would need a gradient then: results still need one."""
-        needing = [i for i, given in enumerate(inputs) if isinstance(given, torch.Tensor) and given.requires_grad]
+        needing = [i for i, tensor in enumerate(inputs) if isinstance(tensor, torch.Tensor) and tensor.requires_grad]
         if not self._positions.issuperset(needing):
             for i in self._positions.intersection(needing):
                 inputs[i] = inputs[i].detach()
@@ -126,9 +126,9 @@ def compiled_functions(results: Any, args: Iterable[Any]) -> Iterator[Any]:
     """The autograd nodes of a compiled call, from its results and arguments."""
     leaves = results if isinstance(results, (list, tuple)) else tree_leaves(results)
     front: set[Any] = {t.grad_fn for t in leaves if isinstance(t, torch.Tensor)}
-    given = {id(arg.grad_fn) for arg in args if isinstance(arg, torch.Tensor)}
+    argument_ids = {id(arg.grad_fn) for arg in args if isinstance(arg, torch.Tensor)}
     for _ in range(DEPTH):
-        front = {f for f in front if f is not None and id(f) not in given}
+        front = {f for f in front if f is not None and id(f) not in argument_ids}
         yield from (f for f in front if hasattr(getattr(f, "_forward_cls", None), "_aot_id"))
         front = {following for f in front for following, _ in f.next_functions}
 
@@ -180,48 +180,48 @@ def without(module: fx.GraphModule, missing: Iterable[str]) -> fx.GraphModule:
     kinds reads zeros, as autograd's own do.
     """
     names, graph = set(missing), fx.Graph()
-    known: dict[fx.Node, _Known] = {}
+    copies: dict[fx.Node, _Copy] = {}
     for node in module.graph.find_nodes(op="placeholder"):
-        mine = graph.node_copy(node)
-        known[node] = None if node.name in names else mine, _is_tangent(node)
-    _copy_defined(module.graph, graph, known)
+        copy = graph.node_copy(node)
+        copies[node] = None if node.name in names else copy, _is_tangent(node)
+    _copy_defined(module.graph, graph, copies)
     output: Any = module.graph.output_node()
-    results = tuple(known[n][0] if isinstance(n, fx.Node) else n for n in output.args[0])
+    results = tuple(copies[n][0] if isinstance(n, fx.Node) else n for n in output.args[0])
     graph.output(results).meta = output.meta
     return without_dead_code(module, graph)
 
 
-def _copy_defined(ops: fx.Graph, graph: fx.Graph, known: dict[fx.Node, _Known]) -> None:
-    """Copy the ops of a graph that run if some of what they read is undefined, as ``known`` tells of its arguments."""
+def _copy_defined(ops: fx.Graph, graph: fx.Graph, copies: dict[fx.Node, _Copy]) -> None:
+    """Copy the ops of a graph that run if some of what they read is undefined, as ``copies`` tells of its arguments."""
     for node in ops.nodes:
-        if node.op in ("placeholder", "output") or node in known:
+        if node.op in ("placeholder", "output") or node in copies:
             continue
-        given = [n for n in node.all_input_nodes if known[n][1]]
+        gradients = [n for n in node.all_input_nodes if copies[n][1]]
         # autograd adds two gradients here; that of `torch.round` depends on none that is handed in
         is_sum = node.target is aten.add.Tensor and node.meta.get("is_gradient_acc")
-        needed = node.all_input_nodes if is_sum else given
-        if given and all(known[n][0] is None for n in needed):
-            known[node] = None, True
+        needed = node.all_input_nodes if is_sum else gradients
+        if gradients and all(copies[n][0] is None for n in needed):
+            copies[node] = None, True
             continue
         # A sum of two gradients, one of which is undefined, is the other; it does not broadcast or convert that.
-        defined = [n for n in node.all_input_nodes if known[n][0] is not None]
+        defined = [n for n in node.all_input_nodes if copies[n][0] is not None]
         if isinstance(node.target, Kernel) and len(defined) < len(node.all_input_nodes):
             # The ops of a group run one by one: some of its results may be undefined, and others a term of a sum.
             inner = node.target.ops.graph
             args: Any = zip(inner.find_nodes(op="placeholder"), node.args, strict=True)
-            within: dict[fx.Node, _Known] = {placeholder: known[arg] for placeholder, arg in args}
+            within: dict[fx.Node, _Copy] = {placeholder: copies[arg] for placeholder, arg in args}
             _copy_defined(inner, graph, within)
             results: Any = inner.output_node().args[0]
-            known[node] = None, True
-            known.update({user: within[results[user.args[1]]] for user in node.users})
+            copies[node] = None, True
+            copies.update({user: within[results[user.args[1]]] for user in node.users})
             continue
         copy = None
         if node.target is aten.add.Tensor and not node.kwargs and (len(node.all_input_nodes), len(defined)) == (2, 1):
             term, total = defined[0].meta["val"], node.meta["val"]
-            copy = known[defined[0]][0] if (term.shape, term.dtype) == (total.shape, total.dtype) else None
+            copy = copies[defined[0]][0] if (term.shape, term.dtype) == (total.shape, total.dtype) else None
         if copy is not None:
             copy.meta[IN_PLACE_OF] = {*copy.meta.get(IN_PLACE_OF, ()), *storages(node)}
-        known[node] = copy or graph.node_copy(node, lambda n: known[n][0] or _zeros(graph, n)), bool(given)
+        copies[node] = copy or graph.node_copy(node, lambda n: copies[n][0] or _zeros(graph, n)), bool(gradients)
 
 
 def _zeros(graph: fx.Graph, like: fx.Node) -> fx.Node:

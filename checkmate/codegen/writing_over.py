@@ -67,19 +67,19 @@ def prepare(module: fx.GraphModule) -> None:
 
 def _numbered_storages(graph: fx.Graph) -> dict[fx.Node, dict[int, int]]:
     """Number the storages of each node's tensors: an op that runs twice makes two, though its fake result is one."""
-    found: dict[fx.Node, dict[int, int]] = {}
-    given: dict[int, int] = {}
+    numbered: dict[fx.Node, dict[int, int]] = {}
+    input_numbers: dict[int, int] = {}
     numbers = itertools.count()
     for node in graph.nodes:
-        known = {key: number for n in node.all_input_nodes for key, number in found[n].items()}
+        number_of = {key: number for n in node.all_input_nodes for key, number in numbered[n].items()}
         if node.op != "call_function":
-            known = given
+            number_of = input_numbers
         keys = [] if node.op == "output" else storages(node)
-        found[node] = {key: known[key] if key in known else next(numbers) for key in keys}
-        found[node] |= {key: n for key in node.meta.get(IN_PLACE_OF, ()) for n in [*found[node].values()]}
+        numbered[node] = {key: number_of[key] if key in number_of else next(numbers) for key in keys}
+        numbered[node] |= {key: n for key in node.meta.get(IN_PLACE_OF, ()) for n in [*numbered[node].values()]}
         if node.op != "call_function":
-            given |= found[node]
-    return found
+            input_numbers |= numbered[node]
+    return numbered
 
 
 def writes_of(graph: fx.Graph, *, spare: bool = False) -> dict[fx.Node, int]:
@@ -95,7 +95,7 @@ def _writes(graph: fx.Graph, numbered: Mapping[fx.Node, Mapping[int, int]], *, s
         of_unknown = any(a.op == "call_function" and a.meta.get("val") is None for a in n.all_input_nodes)
         if of_unknown if n.op == "call_function" else spare or OWN not in n.meta:
             locked.update(numbered[n].values())
-    found: dict[fx.Node, int] = {}
+    writes: dict[fx.Node, int] = {}
     for node in graph.nodes:
         position = node.meta.get(OVER)
         if position is None or position not in positions(node):
@@ -105,8 +105,8 @@ def _writes(graph: fx.Graph, numbered: Mapping[fx.Node, Mapping[int, int]], *, s
         fx.node.map_arg((node.args, node.kwargs), reads.append)
         once = sum(not over.isdisjoint(numbered[n].values()) for n in reads) == 1
         if len(over) == 1 and once and over.isdisjoint(locked) and all(last_read[number] is node for number in over):
-            found[node] = position
-    return found
+            writes[node] = position
+    return writes
 
 
 def _writes_and_saved(graph: fx.Graph) -> tuple[dict[fx.Node, int], list[int]]:

@@ -85,15 +85,15 @@ def _refuse(constant: str) -> NoReturn:
     raise ValueError(f"{constant} is no number")
 
 
-def hash_of(what: object) -> str:
+def hash_of(value: object) -> str:
     """SHA-256 of a JSON-serializable value."""
-    return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
 def write_bytes(path: Path, content: bytes, *, private: bool = False) -> None:
     """Write a file atomically: readers see the old file or the new one.
 
-    Only this user may read a ``private`` one; else whoever may read a file that a program makes here.
+    Only this user may read a ``private`` file; others have the permissions of files that programs make here.
 
     Raises:
         OSError: if it cannot be written.
@@ -153,13 +153,13 @@ class Rows:
         )
 
     def _intact(self, rows: Iterable[tuple[str, str, str]]) -> dict[str, Any]:
-        found: dict[str, Any] = {}
+        documents: dict[str, Any] = {}
         for key, text, checksum in rows:
             if checksum == hash_of([key, text]):
-                found[key] = json.loads(text)
+                documents[key] = json.loads(text)
             else:
                 log.warning("A damaged row of %s in %s is not believed: %.100s", self._table, folder() / DATABASE, key)
-        return found
+        return documents
 
 
 @contextmanager

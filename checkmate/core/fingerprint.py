@@ -90,5 +90,5 @@ def _by_name(problem: Problem) -> tuple[object, ...]:
     return ops, overwritten, {names[v] for v in graph.outputs}, sorted(names), *homes
 
 
-def _hash(what: object) -> str:
-    return hashlib.sha256(repr(what).encode()).hexdigest()
+def _hash(content: object) -> str:
+    return hashlib.sha256(repr(content).encode()).hexdigest()

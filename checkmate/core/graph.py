@@ -110,18 +110,18 @@ class Graph:
             raise InvalidProblem("The graph is empty: there is nothing to schedule.")
         for v, value in enumerate(self.values):
             _check_texts(f"Value {v}", value.name)
-            size, producer, of = value.size_bytes, value.producer, f"Value {value.name!r}"
+            size, producer, item = value.size_bytes, value.producer, f"Value {value.name!r}"
             if isinstance(size, bool) or not isinstance(size, int) or not 0 <= size <= MAX_BYTES:
-                raise InvalidProblem(f"{of} has size {size!r}; a size is an int between 0 and 2**53 bytes.")
+                raise InvalidProblem(f"{item} has size {size!r}; a size is an int between 0 and 2**53 bytes.")
             if value.role not in get_args(Role):
-                raise InvalidProblem(f"{of} has role {value.role!r}; a role is one of {get_args(Role)}.")
+                raise InvalidProblem(f"{item} has role {value.role!r}; a role is one of {get_args(Role)}.")
             if producer is None:
                 continue
-            _check_indices(of, [producer])
+            _check_indices(item, [producer])
             if not 0 <= producer < len(self.ops):
-                raise InvalidProblem(f"{of} is made by op {producer}, but there are {len(self.ops)} ops.")
-            if v not in self.ops[producer].outputs:
-                raise InvalidProblem(f"{of} names {self.ops[producer].name!r} as its producer, whose outputs lack it.")
+                raise InvalidProblem(f"{item} is made by op {producer}, but there are {len(self.ops)} ops.")
+            if v not in (maker := self.ops[producer]).outputs:
+                raise InvalidProblem(f"{item} names {maker.name!r} as its producer, whose outputs lack it.")
         for k, op in enumerate(self.ops):
             self._check_op(k, op)
         _check_indices("The graph", self.outputs)
@@ -220,8 +220,8 @@ class Graph:
         Others hold them, or write to them when their op has returned; or they are on the host already.
         """
         on_host = "checkmate.save_device_state"
-        made = (op.outputs for op in self.ops if op.target == on_host or op.target.partition(".")[0] in _HELD_BY_OTHERS)
-        return frozenset(v for outputs in made for v in outputs)
+        sets = (op.outputs for op in self.ops if op.target == on_host or op.target.partition(".")[0] in _HELD_BY_OTHERS)
+        return frozenset(v for outputs in sets for v in outputs)
 
     @cached_property
     def forward_length(self) -> int:
@@ -229,7 +229,7 @@ class Graph:
         return sum(op.phase == "forward" for op in self.ops)
 
     def sharing(self, known: Graph) -> Graph:
-        """The graph itself, with the parts that a known one has as well taken from that, to keep them once."""
+        """The graph, with the parts that it has in common with a known one taken from that, so as to keep them once."""
         if self.ops != known.ops or len(self.values) != len(known.values):
             return self
         pairs, shared = zip(self.values, known.values, strict=True), copy(self)
@@ -257,8 +257,8 @@ class Graph:
                         f"Op {reads!r} reads {self.values[v].name!r}, which {name!r} overwrites, and would change "
                         "sides with it in this order."
                     )
-        made = (None if value.producer is None else place[value.producer] for value in self.values)
-        values = tuple(replace(value, producer=k) for value, k in zip(self.values, made, strict=True))
+        makers = (None if value.producer is None else place[value.producer] for value in self.values)
+        values = tuple(replace(value, producer=k) for value, k in zip(self.values, makers, strict=True))
         return Graph(tuple(self.ops[k] for k in order), values, self.outputs)
 
 

@@ -57,5 +57,5 @@ class Host:
         return f"{exact_bytes(self.budget)}, {self.send / 1e9:.3g} GB/s there, {self.fetch / 1e9:.3g} back, {links}"
 
 
-def _is_number(what: object) -> bool:
-    return isinstance(what, (int, float)) and not isinstance(what, bool)
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)

@@ -50,10 +50,10 @@ class InPlace:
         if (self.makes is not None and self.makes not in op.outputs) or self.over not in op.inputs:
             raise InvalidProblem(f"{op.name} cannot write value {self.makes} over {self.over}: not both are its own.")
         over = graph.values[self.over]
-        made = over if self.makes is None else graph.values[self.makes]
-        if made.size_bytes != over.size_bytes:
-            sizes = f"{made.size_bytes} and {over.size_bytes} bytes"
-            raise InvalidProblem(f"{op.name} cannot write {made.name} over {over.name}: they have {sizes}.")
+        result = over if self.makes is None else graph.values[self.makes]
+        if result.size_bytes != over.size_bytes:
+            sizes = f"{result.size_bytes} and {over.size_bytes} bytes"
+            raise InvalidProblem(f"{op.name} cannot write {result.name} over {over.name}: they have {sizes}.")
         if over.producer is None:
             raise InvalidProblem(f"{op.name} cannot write over {over.name}: it belongs to the caller.")
         if self.over in graph.outputs:
@@ -77,4 +77,4 @@ def savings(ways: Sequence[InPlace], sizes: np.ndarray, workspace: np.ndarray) -
         saved = int(sizes[way.over]) + int(workspace[way.op]) - way.workspace
         if sizes[way.over] and saved > best[way.op].get(way.over, 0):
             best[way.op][way.over] = saved
-    return tuple(tuple(sorted(of.items(), key=lambda item: (-item[1], item[0]))) for of in best)
+    return tuple(tuple(sorted(row.items(), key=lambda item: (-item[1], item[0]))) for row in best)

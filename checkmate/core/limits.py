@@ -91,12 +91,12 @@ def last_stages(graph: Graph) -> dict[int, int]:
     >>> last_stages(Problem.from_dag([[], [0], [1], [0]], [1] * 4, [1] * 4, overwrites={2: [0, 1]}).graph)
     {0: 2, 1: 2}
     """
-    found: dict[int, int] = {}
+    stages: dict[int, int] = {}
     for v, by in graph.overwritten_by.items():
         for k in graph.users[v]:
             if k < by and graph.ops[k].pinned is None:
-                found[k] = min(by, found.get(k, by))
-    return dict(sorted(found.items()))
+                stages[k] = min(by, stages.get(k, by))
+    return dict(sorted(stages.items()))
 
 
 def lives(graph: Graph, last: Mapping[int, int]) -> tuple[list[int], list[int]]:
@@ -112,8 +112,8 @@ def lives(graph: Graph, last: Mapping[int, int]) -> tuple[list[int], list[int]]:
     for k in reversed(range(len(graph.ops))):
         op = graph.ops[k]
         if op.pinned is None:
-            wanted = max([k, *(read[v] for v in op.outputs if v not in results)])
-            useful[k] = min(wanted, last.get(k, wanted))
+            latest = max([k, *(read[v] for v in op.outputs if v not in results)])
+            useful[k] = min(latest, last.get(k, latest))
         for v in op.inputs:
             read[v] = max(read[v], useful[k])
     return useful, read

@@ -124,7 +124,7 @@ class Plan:
     def as_lists(self) -> list[list[str | int]]:
         """The steps as lists of a name and numbers, for JSON."""
         numbers = ([n for n in vars(step).values() if n is not None] for step in self.steps)
-        return [[type(step).__name__.lower(), *of] for step, of in zip(self.steps, numbers, strict=True)]
+        return [[type(step).__name__.lower(), *arguments] for step, arguments in zip(self.steps, numbers, strict=True)]
 
     @classmethod
     def from_lists(cls, steps: Sequence[Sequence[str | int]], boundary: int) -> Plan:
@@ -137,14 +137,14 @@ class Plan:
         >>> Plan.from_lists(plan.as_lists(), 1) == plan
         True
         """
-        found = []
+        plan_steps = []
         for name, *numbers in steps:
             if not all(type(n) is int and n >= 0 for n in numbers):
                 raise ValueError(f"A step of a plan is {numbers!r:.100}.")
-            found.append(KINDS[str(name)](*numbers))  # type: ignore[arg-type]  # they are, just seen
-        if type(boundary) is not int or not 0 <= boundary <= len(found):
-            raise ValueError(f"A plan of {len(found)} steps has its backward at {boundary!r:.100}.")
-        return cls(tuple(found), boundary)
+            plan_steps.append(KINDS[str(name)](*numbers))  # type: ignore[arg-type]  # they are, just seen
+        if type(boundary) is not int or not 0 <= boundary <= len(plan_steps):
+            raise ValueError(f"A plan of {len(plan_steps)} steps has its backward at {boundary!r:.100}.")
+        return cls(tuple(plan_steps), boundary)
 
     def __str__(self) -> str:
         half = {0: "forward", self.boundary: "backward"}

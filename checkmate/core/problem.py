@@ -64,7 +64,6 @@ class Profile:
             resident = operator.index(self.resident_bytes)
         except (TypeError, ValueError, OverflowError) as error:
             raise InvalidProblem(f"The profile has costs that are not numbers: {error}.") from None
-        # Bytes are whole numbers.
         bad = np.flatnonzero((workspace != np.rint(workspace)) | (np.abs(workspace) > MAX_BYTES))
         if bad.size:
             raise InvalidProblem(f"Op {bad[0]} needs {workspace[bad[0]]} workspace bytes; a size is a whole number.")
@@ -198,9 +197,9 @@ class Problem:
         n = len(deps)
         workspace = [0] * n if workspace is None else workspace
         forward = n if forward is None else forward
-        for name, given in (("seconds", seconds), ("sizes", sizes), ("workspace", workspace)):
-            if len(given) != n:
-                raise InvalidProblem(f"{n} ops have dependencies, but there are {len(given)} {name}.")
+        for name, entries in (("seconds", seconds), ("sizes", sizes), ("workspace", workspace)):
+            if len(entries) != n:
+                raise InvalidProblem(f"{n} ops have dependencies, but there are {len(entries)} {name}.")
         # One value per op; unread ones are the results.
         inputs = [tuple(sorted({_index(d, n, f"deps[{k}]") for d in ds})) for k, ds in enumerate(deps)]
         if outputs is None:
@@ -337,19 +336,19 @@ class Problem:
         for k, op in enumerate(graph.ops):
             held.update(v for v in closed.get(k, ()) if v in results or graph.users[v])
             held = {v for v in held if v in results or graph.users[v][-1] >= k}
-            here = held.union(op.inputs, op.outputs)
+            at_hand = held.union(op.inputs, op.outputs)
             stay = {v for v in held if graph.users[v] and graph.users[v][-1] > k}
             saved = next((saved for v, saved in self.savings[k] if v not in stay), 0)
-            bytes_at.append(self.resident + int(self.sizes[list(here)].sum()) + int(self.workspace[k]) - saved)
+            bytes_at.append(self.resident + int(self.sizes[list(at_hand)].sum()) + int(self.workspace[k]) - saved)
             stays = op.pinned is not None and self.host is None
             held.update(v for v in op.outputs if v in results or (stays and graph.users[v]))
         bytes_at[0] = max(bytes_at[0], self.begin_bytes)
-        made = [v for v in graph.outputs if graph.values[v].producer is not None]
-        bytes_at[-1] = max(bytes_at[-1], self.begin_bytes + int(self.sizes[made].sum()))
+        outputs = [v for v in graph.outputs if graph.values[v].producer is not None]
+        bytes_at[-1] = max(bytes_at[-1], self.begin_bytes + int(self.sizes[outputs].sum()))
         return np.array(bytes_at, dtype=np.int64)
 
     def let_go(self, next_split: Callable[[], Problem | None] | None) -> Problem:
-        """The problem with this function for its further split, and without what was computed of it but two numbers."""
+        """The problem with this function for its further split; of what was computed of it, two numbers stay."""
         light = replace(self, next_split=next_split)
         vars(light).update(keep_all_peak=self.keep_all_peak, keep_all_cost=self.keep_all_cost)
         return light
@@ -383,24 +382,24 @@ class Problem:
         >>> step.resident, there.resident, there.homes_bytes
         (8, 0, 8)
         """
-        now, kept, values = frozenset(homes), frozenset(kept), self.graph.values
-        names = [{values[v].name for v in vs if v < len(values)} for vs in (now, kept)]
+        home_set, kept, values = frozenset(homes), frozenset(kept), self.graph.values
+        names = [{values[v].name for v in vs if v < len(values)} for vs in (home_set, kept)]
 
         def likewise(problem: Problem) -> Problem:
-            given = [(v, value.name) for v, value in enumerate(problem.graph.values) if value.producer is None]
-            return problem.with_homes(*([v for v, name in given if name in those] for those in names))
+            inputs = [(v, value.name) for v, value in enumerate(problem.graph.values) if value.producer is None]
+            return problem.with_homes(*([v for v, name in inputs if name in group] for group in names))
 
-        resident = self.resident + self.homes_bytes - sum(values[v].size_bytes for v in now if v < len(values))
+        resident = self.resident + self.homes_bytes - sum(values[v].size_bytes for v in home_set if v < len(values))
         if resident < 0:
             more = exact_bytes(-resident)
             raise InvalidProblem(f"The homes take {more} more than what is resident, of which they are a part.")
-        moved = [(v, (v in self.homes) - (v in now)) for v, value in enumerate(values) if value.role == "state"]
+        moved = [(v, (v in self.homes) - (v in home_set)) for v, value in enumerate(values) if value.role == "state"]
         states = self.profile.state_bytes + sum(times * values[v].size_bytes for v, times in moved)
         profile = replace(self.profile, resident_bytes=resident, state_bytes=max(0, states))
-        return replace(self, profile=profile, homes=now, kept=kept, next_split=self._next_split(likewise))
+        return replace(self, profile=profile, homes=home_set, kept=kept, next_split=self._next_split(likewise))
 
     def _next_split(self, change: Callable[[Problem], Problem]) -> Callable[[], Problem | None] | None:
-        """The function for the further split, which is changed likewise."""
+        """The function for the further split, changed as this problem is; None if there is no split."""
         next_split = self.next_split
 
         def split_further() -> Problem | None:
@@ -436,9 +435,9 @@ class Problem:
             **({"host": asdict(self.host)} if self.host is not None else {}),
             **({"homes": sorted(self.homes), "kept": sorted(self.kept)} if self.homes else {}),
         }
-        # Equal problems give equal files.
         text = json.dumps(document, allow_nan=False).encode()
         path = Path(path)
+        # Equal problems give equal files.
         path.write_bytes(gzip.compress(text, mtime=0) if path.suffix == ".gz" else text)
 
     @classmethod
@@ -449,15 +448,15 @@ class Problem:
             InvalidProblem: if the file is not such a file, is larger, or describes no valid problem.
             OSError: if it cannot be read.
         """
-        path, what = Path(path), "problem file"
-        document = read_json(path, format=FORMAT, versions=(VERSION, *NEWER), what=what, most=MOST_BYTES)
+        path, kind = Path(path), "problem file"
+        document = read_json(path, format=FORMAT, versions=(VERSION, *NEWER), what=kind, most=MOST_BYTES)
         try:
             # JSON has lists where the records have tuples.
             ops = []
             for op in document["ops"]:
-                made = {**op, "inputs": tuple(op["inputs"]), "outputs": tuple(op["outputs"])}
-                made |= {name: tuple(op[name]) for name in ("tags", "overwrites") if name in op}
-                ops.append(Op(**made))
+                fields = {**op, "inputs": tuple(op["inputs"]), "outputs": tuple(op["outputs"])}
+                fields |= {name: tuple(op[name]) for name in ("tags", "overwrites") if name in op}
+                ops.append(Op(**fields))
             values = tuple(Value(**value) for value in document["values"])
             graph = Graph(tuple(ops), values, tuple(document["outputs"]))
             costs = {name: document[name] for name in ("seconds", "workspace_bytes", "resident_bytes", "source")}
@@ -480,7 +479,7 @@ class Problem:
 
 def _without_defaults(part: Op | InPlace) -> dict[str, Any]:
     """An op or an in-place way for JSON, without newer fields that have their defaults."""
-    return {name: what for name, what in asdict(part).items() if name not in NOT_IN_OLDER or what}
+    return {name: value for name, value in asdict(part).items() if name not in NOT_IN_OLDER or value}
 
 
 def _index(k: Any, n: int, where: str) -> int:

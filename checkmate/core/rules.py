@@ -46,34 +46,34 @@ def with_rules(problem: Problem, rules: Rules) -> Problem:
     """
     check(rules)
     plain = without_rules(problem)
-    graph, found = plain.graph, list[Rule]()
+    graph, bindings = plain.graph, list[Rule]()
     named = {pattern: [k for k, op in enumerate(graph.ops) if _names(pattern, op)] for pattern in rules}
     last = {k: pattern for pattern, ks in named.items() for k in ks}  # by the last pattern that names it
     for pattern, asks in rules.items():
         if not named[pattern]:
             raise RuleError(f"The rule {pattern!r}: {asks!r} names nothing in this step. {_near(graph, pattern)}")
         # Each rule is for those of its ops that no later rule names.
-        left = [k for k in named[pattern] if last[k] == pattern]
-        if not left:
+        own = [k for k in named[pattern] if last[k] == pattern]
+        if not own:
             later = dict.fromkeys(repr(last[k]) for k in named[pattern])
             raise RuleError(
                 f"The rule {pattern!r}: {asks!r} is for ops that later rules name too, and the last rule holds: "
                 f"{', '.join(later)}. Put it after them, or leave it out."
             )
         # It binds those that can obey it.
-        may = ((k, _runs_no_more(graph, k) if asks == "recompute" else None) for k in left)
+        may = ((k, _runs_no_more(graph, k) if asks == "recompute" else None) for k in own)
         exempt = {k: why for k, why in may if why}
-        free = tuple(k for k in left if k not in exempt)
+        free = tuple(k for k in own if k not in exempt)
         if not free:
             (k, why), more = next(iter(exempt.items())), f" (and {len(exempt) - 1} more)" if len(exempt) > 1 else ""
             raise RuleError(f"The rule {pattern!r}: {asks!r} cannot be obeyed: {graph.ops[k].name} {why}{more}.")
-        found.append(Rule(pattern, asks, free, tuple(exempt.items())))
-    if not found:
+        bindings.append(Rule(pattern, asks, free, tuple(exempt.items())))
+    if not bindings:
         return plain
-    pins = {k: rule.pin for rule in found if rule.pin for k in rule.ops}
+    pins = {k: rule.pin for rule in bindings if rule.pin for k in rule.ops}
     ops = tuple(op if op.pinned else replace(op, pinned=pins.get(k)) for k, op in enumerate(graph.ops))
     next_split = None if plain.next_split is None else partial(ruled, plain.next_split, dict(rules))
-    return replace(plain, graph=replace(graph, ops=ops), rules=tuple(found), next_split=next_split)
+    return replace(plain, graph=replace(graph, ops=ops), rules=tuple(bindings), next_split=next_split)
 
 
 def ruled(next_split: Callable[[], Problem | None], rules: Rules) -> Problem | None:
@@ -184,5 +184,5 @@ def _near(graph: Graph, pattern: str) -> str:
         return f"Near it: {', '.join(map(repr, near))}."
     outer = dict.fromkeys(modules[-1] for op in graph.ops if (modules := _modules(op)))
     tags = dict.fromkeys(tag for op in graph.ops for tag in op.tags)
-    said = [f"{kind}: {', '.join(map(repr, names))}" for kind, names in (("modules", outer), ("tags", tags)) if names]
-    return f"It has {'; '.join([*said, 'ops such as ' + repr(_targets(graph.ops[0])[-1])])}."
+    parts = [f"{kind}: {', '.join(map(repr, names))}" for kind, names in (("modules", outer), ("tags", tags)) if names]
+    return f"It has {'; '.join([*parts, 'ops such as ' + repr(_targets(graph.ops[0])[-1])])}."

@@ -49,24 +49,24 @@ class Schedule:
         plan = run_at_once(plan, graph)
         T, V = len(graph.ops), len(graph.values)
         R, S = np.zeros((T, T), dtype=bool), np.zeros((T, V), dtype=bool)
-        here, fetching = np.isin(np.arange(V), [*kept]), set[int]()
+        at_hand, fetching = np.isin(np.arange(V), [*kept]), set[int]()
         t = 0
         for step in plan.steps:
             if isinstance(step, Run):
                 if not R[t].any():  # the stage begins
-                    S[t] = here
+                    S[t] = at_hand
                 R[t, step.op] = True
-                here[[*graph.ops[step.op].outputs]] = True
+                at_hand[[*graph.ops[step.op].outputs]] = True
                 if step.over is not None:
-                    here[step.over] = False
+                    at_hand[step.over] = False
                 t = min(t + (step.op == t), T - 1)
             elif isinstance(step, Free):
-                here[step.value] = False
+                at_hand[step.value] = False
             elif isinstance(step, Fetch):
                 fetching.add(step.value)
             elif isinstance(step, Wait) and step.value in fetching:
                 fetching.remove(step.value)
-                here[step.value] = True
+                at_hand[step.value] = True
         return cls(R, S)
 
     @classmethod
@@ -80,14 +80,14 @@ class Schedule:
         T, V = len(graph.ops), len(graph.values)
         stage, op = np.nonzero(R)
         made_by = np.array([-1 if v.producer is None else v.producer for v in graph.values])
-        made = made_by >= 0
+        mask = made_by >= 0
         # moments of a value in one row of numbers: (T + 1) v, and after it one more for each stage
         makes = (T + 1) * np.arange(V)
         makes = np.unique(np.concatenate([makes, _touched(stage, op, [k.outputs for k in graph.ops], T)]))
         reads = _touched(stage, op, [k.inputs for k in graph.ops], T)
         last = makes.copy()  # for each run of a producer, the last read before the next; for what was never made, too
         np.maximum.at(last, np.searchsorted(makes, reads, side="right") - 1, reads)
-        read = (last > makes) & made[makes // (T + 1)]
+        read = (last > makes) & mask[makes // (T + 1)]
         S = np.zeros((T + 1, V), dtype=bool)
         for ends in (makes[read], last[read]):  # where being at hand begins and ends
             S[ends % (T + 1), ends // (T + 1)] = True
@@ -95,7 +95,7 @@ class Schedule:
         for t in range(1, T):
             np.logical_xor(S[t - 1], S[t], out=S[t])
         outputs = list(graph.outputs)
-        S[:, outputs] = (np.arange(T)[:, None] > made_by[outputs]) & made[outputs]
+        S[:, outputs] = (np.arange(T)[:, None] > made_by[outputs]) & mask[outputs]
         return cls(R, S)
 
     @cached_property

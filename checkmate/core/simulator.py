@@ -88,18 +88,18 @@ def lower_runs(problem: Problem, stages: Sequence[Sequence[int]]) -> Plan:
     (0, 1, 2, 0, 3)
     """
     graph, results = problem.graph, set(problem.graph.outputs)
-    made = {v for v, value in enumerate(graph.values) if value.producer is not None}
+    movable = {v for v, value in enumerate(graph.values) if value.producer is not None}
     reversed_steps: list[Step] = []
     read_later: set[int] = set()
     of_backward = 0
     for t in reversed(range(len(graph.ops))):
         for k in reversed(stages[t]):
             op = graph.ops[k]
-            dying = sorted(made.intersection((*op.inputs, *op.outputs)) - read_later - results, reverse=True)
+            dying = sorted(movable.intersection((*op.inputs, *op.outputs)) - read_later - results, reverse=True)
             saved = problem.saved(k, dying)
             over = None if saved is None else saved[0]
             reversed_steps += [*(Free(v) for v in dying if v != over), Run(k, over)]
-            read_later = read_later.difference(op.outputs).union(made.intersection(op.inputs))
+            read_later = read_later.difference(op.outputs).union(movable.intersection(op.inputs))
         if t == graph.forward_length:
             of_backward = len(reversed_steps)
     return Plan(tuple(reversed(reversed_steps)), len(reversed_steps) - of_backward)
@@ -132,7 +132,7 @@ def without_slower_ways(plan: Plan, problem: Problem, budget: int) -> Plan:
 def without_idle_values(plan: Plan, problem: Problem) -> Plan:
     """The plan that frees values nothing reads before they are remade; the same object if it has none.
 
-    Modules hold nothing else, whatever their plan says: so the peak is theirs.
+    The modules of a plan do not hold such values, whatever the plan says: so the peak is that of the modules.
     """
     graph = problem.graph
     idle: dict[int, list[int]] = {}  # values, by the step after which they may go
@@ -162,7 +162,7 @@ def without_idle_values(plan: Plan, problem: Problem) -> Plan:
     # Free each right after its last use.
     if not idle:
         return plan
-    steps = [one for i, step in enumerate(plan.steps) for one in (step, *map(Free, sorted(idle.get(i, ()))))]
+    steps = [part for i, step in enumerate(plan.steps) for part in (step, *map(Free, sorted(idle.get(i, ()))))]
     return Plan(tuple(steps), plan.boundary + sum(len(values) for i, values in idle.items() if i < plan.boundary))
 
 
@@ -224,7 +224,6 @@ def _faults(plan: Plan, problem: Problem, budget: int | None, usage: Usage | Non
                 yield f"{graph.ops[k].name} is under way when the backward begins"
             for v in sorted(limits.recomputed & at_hand):
                 yield f"{graph.values[v].name} is at hand when the backward begins, though a rule has it made again"
-        # A step on the links to the second memory.
         if isinstance(step, (Send, Fetch, Wait, Drop)):
             yield from (f"step {i} {fault}" for fault in links.follow(step, at_hand))
             continue

@@ -96,8 +96,8 @@ class SecondMemoryUse:
         return self.timing.waited
 
     def __str__(self) -> str:
-        what = f"{self.values:,} value{'s' * (self.values != 1)}, {format_bytes(self.peak)}"
-        return f"{what}, hidden {self.timing.hidden:.1%}, waited {format_seconds(self.waited)}"
+        text = f"{self.values:,} value{'s' * (self.values != 1)}, {format_bytes(self.peak)}"
+        return f"{text}, hidden {self.timing.hidden:.1%}, waited {format_seconds(self.waited)}"
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -191,8 +191,8 @@ class Solution:
         return self.problem.codegen(self.plan)
 
     def __repr__(self) -> str:
-        found = f"cost={self.cost:g}, bound={self.bound:g}, peak={self.peak}" if self.plan else self.message
-        return f"Solution({self.status!r}, budget={self.budget}, method={self.method!r}, {found})"
+        outcome = f"cost={self.cost:g}, bound={self.bound:g}, peak={self.peak}" if self.plan else self.message
+        return f"Solution({self.status!r}, budget={self.budget}, method={self.method!r}, {outcome})"
 
     def __str__(self) -> str:
         return "\n".join([self.title, *(f"  {name:<11}{text}" for name, text in self.facts)])
@@ -233,8 +233,8 @@ class Solution:
                 *(("in parts", text) for text in self.problem.splits),
             ]
             if "allocated_peak" in self.details:
-                given, held = (format_bytes(self.details[f"{what}_peak"]) for what in ("allocated", "reserved"))
-                text = f"{given} in blocks of PyTorch's allocator, which holds {held}, as replayed"
+                allocated, held = (format_bytes(self.details[f"{kind}_peak"]) for kind in ("allocated", "reserved"))
+                text = f"{allocated} in blocks of PyTorch's allocator, which holds {held}, as replayed"
                 facts.append(("allocated", text))
             if "halved" in self.details:
                 more, seconds = self.details["halved"]
@@ -242,9 +242,9 @@ class Solution:
             if self.second_memory is not None:
                 facts.append(("transfers", str(self.second_memory)))
             if self.second_memory is not None and self.problem.homes:
-                there, kept = self.problem.homes_bytes, self.problem.begin_bytes - self.problem.resident
-                stays = f"{format_bytes(kept) if kept else 'none'} kept here between calls"
-                facts.append(("at home", f"{format_bytes(there)} in the second memory, {stays}"))
+                home_bytes, kept_bytes = self.problem.homes_bytes, self.problem.begin_bytes - self.problem.resident
+                stays = f"{format_bytes(kept_bytes) if kept_bytes else 'none'} kept here between calls"
+                facts.append(("at home", f"{format_bytes(home_bytes)} in the second memory, {stays}"))
                 back, out = format_bytes(self.second_memory.fetched), format_bytes(self.second_memory.sent)
                 facts.append(("links", f"in {back}, out {out}, {self.waited / (self.cost or 1):.0%} of the step waits"))
             if over := self.runs_over:
@@ -298,7 +298,7 @@ def check_plan(solution: Solution, act: str) -> tuple[Plan, Schedule]:
     return solution.plan, solution.schedule
 
 
-def _kind(what: object) -> str:
+def _kind(thing: object) -> str:
     """Describe an object in a word or two: ``function step``, ``Linear``."""
-    name = getattr(what, "__name__", None)
-    return f"{type(what).__name__} {name}" if isinstance(name, str) else type(what).__name__
+    name = getattr(thing, "__name__", None)
+    return f"{type(thing).__name__} {name}" if isinstance(name, str) else type(thing).__name__

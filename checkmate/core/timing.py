@@ -1,8 +1,7 @@
 """Walk through a plan step by step, with the bytes in both memories and the clock.
 
-One walk, which everything that counts bytes or seconds of a plan goes by: `timing` here,
-`checkmate.core.simulator.simulate` and `checkmate.inspection.timeline`; the checker,
-`checkmate.core.simulator.check_plan`, does not.
+All that counts bytes or seconds of a plan goes by this one walk: `timing` here, `checkmate.core.simulator.simulate` and
+`checkmate.inspection.timeline`. The checker, `checkmate.core.simulator.check_plan`, does not.
 
 What is at hand are the resident bytes, the values not yet freed and the workspace of the op that runs. An op that
 writes over a value has as much less as that way of it saves. What is fetched takes its bytes from the beginning of the
@@ -85,7 +84,7 @@ def walk(plan: Plan, problem: Problem) -> Iterator[Event]:
     started: dict[int, tuple[float, float]] = {}  # op -> where it begins and ends
     at_hand = set(problem.kept)
     # With copies that are kept there is a tick before the first step.
-    here, there, now, run, tick = problem.begin_bytes, problem.homes_bytes, 0.0, -1, bool(problem.kept) - 1
+    live, copies, now, run, tick = problem.begin_bytes, problem.homes_bytes, 0.0, -1, bool(problem.kept) - 1
     busy = {False: 0.0, True: 0.0}  # of the links there and back: where their last transfer ends
     ends: dict[int, float] = {}
     for step in plan.steps:
@@ -94,52 +93,52 @@ def walk(plan: Plan, problem: Problem) -> Iterator[Event]:
         # An op: it waits for its link, takes its outputs and workspace, and frees the latter when it ends.
         if isinstance(step, (Run, Start)):
             k, outputs, link = step.op, graph.ops[step.op].outputs, graph.ops[step.op].link
-            most = here + (0 if k in started else sum(sizes[v] for v in outputs) + workspace[k])
+            most = live + (0 if k in started else sum(sizes[v] for v in outputs) + workspace[k])
             begin = max(now, carried.get(link, now))
             if isinstance(step, Start):
-                here, started[k] = most, (begin, begin + seconds[k])
+                live, started[k] = most, (begin, begin + seconds[k])
                 carried[link] = begin + seconds[k]
-                yield Event(step, at, now, here, there, run, tick, *started[k])
+                yield Event(step, at, now, live, copies, run, tick, *started[k])
                 continue
             run += 1
             # An op that was started holds its bytes already: wait for its end.
             if k in started:
                 begin, end = started.pop(k)
-                now, here = max(now, end), here - workspace[k]
+                now, live = max(now, end), live - workspace[k]
             else:
                 most -= 0 if step.over is None else dict(problem.savings[k]).get(step.over, 0)
-                now, here = begin + seconds[k], here + sum(sizes[v] for v in outputs if v not in at_hand)
+                now, live = begin + seconds[k], live + sum(sizes[v] for v in outputs if v not in at_hand)
                 carried |= {link: now} if link else {}
                 end = now
             at_hand.update(outputs)
             # The value that it writes over goes.
             if step.over in at_hand:
-                here -= sizes[step.over]
+                live -= sizes[step.over]
                 at_hand.remove(step.over)
-            yield Event(step, at, now, most, there, run, tick, begin, end)
+            yield Event(step, at, now, most, copies, run, tick, begin, end)
             continue
         # A step of one value: transfers go beside ops, one after another on each link.
         size, begin, end = sizes[step.value], 0.0, 0.0
         if isinstance(step, Free):
             if step.value in at_hand:
-                here -= size
+                live -= size
                 at_hand.remove(step.value)
         elif isinstance(step, Wait):
             now = max(now, ends.get(step.value, 0.0))
         elif isinstance(step, Drop):
-            there -= 0 if step.value in problem.homes else size
+            copies -= 0 if step.value in problem.homes else size
         else:
             if back := isinstance(step, Fetch):
-                here += size
+                live += size
                 at_hand.add(step.value)
             elif step.value not in problem.homes:
-                there += size
+                copies += size
             if host is not None:
                 way = back and not host.one_link
                 begin = max(now, busy[way])
                 end = begin + (host.seconds_to_fetch(size) if back else host.seconds_to_send(size))
                 busy[way] = ends[step.value] = end
-        yield Event(step, at, now, here, there, run, tick, begin, end)
+        yield Event(step, at, now, live, copies, run, tick, begin, end)
 
 
 def timing(plan: Plan, problem: Problem) -> Timing:

@@ -168,7 +168,7 @@ def pattern_batches(count: int, size: int, pixels: int) -> list[Batch]:
     patterns = F.interpolate(torch.randn(PATTERNS, 1, 4, 4, generator=generator), (pixels, pixels))
     labels = torch.randint(PATTERNS, (count, size), generator=generator)
     noise = torch.randn(count, size, 1, pixels, pixels, generator=generator)
-    return [(patterns[row] + some, row) for row, some in zip(labels, noise, strict=True)]
+    return [(patterns[row] + row_noise, row) for row, row_noise in zip(labels, noise, strict=True)]
 
 
 class Effort(NamedTuple):
@@ -288,13 +288,13 @@ def train_within_budgets(task: Task, effort: Effort, say: Callable[[str], object
     for budget in budgets:
         module, step = task.make()
         compiled = compiled_within(step, budget=budget, time_limit=effort.plan, wait="best")
-        found = train(module, compiled, task.batches)
+        actual = train(module, compiled, task.batches)
         solution = compiled.plans[0]
         peak = solution.problem.resident + peak_of_step(module, compiled, task.batches[0])
         steps = partial(run_step, module, step), partial(run_step, module, compiled)
         times = paired_seconds(torch.device("cpu"), *steps, task.batches[0], effort.pairs)
-        spent = solution.overhead, solution.gap, times["seconds"], times["ratio"]
-        rows.append(Row(task.title, budget, solution.peak or 0, peak, *spent, not differing(found, expected)))
+        figures = solution.overhead, solution.gap, times["seconds"], times["ratio"]
+        rows.append(Row(task.title, budget, solution.peak or 0, peak, *figures, not differing(actual, expected)))
     say(str(table(_COLUMNS, rows)))
     return rows
 
@@ -311,9 +311,9 @@ def paired_seconds(
         _synchronize(device)
         return time.perf_counter() - began
 
-    timed = [(seconds(plain), seconds(ours)) for _ in range(pairs + 1)][1:]  # the first warms up
-    of_plain, of_ours = zip(*timed, strict=True)
-    return {"plain seconds": median(of_plain), "seconds": median(of_ours), "ratio": median(b / a for a, b in timed)}
+    times = [(seconds(plain), seconds(ours)) for _ in range(pairs + 1)][1:]  # the first warms up
+    of_plain, of_ours = zip(*times, strict=True)
+    return {"plain seconds": median(of_plain), "seconds": median(of_ours), "ratio": median(b / a for a, b in times)}
 
 
 def _synchronize(device: torch.device) -> None:

@@ -82,26 +82,26 @@ def in_file(model: _Model, folder: str | os.PathLike[str]) -> _Model:
     for name, t in named:
         names.setdefault(t, name)
     loaded = {*model.state_dict(keep_vars=True).values()} if any(t.is_meta for t in names) else set()
-    there = Path(os.path.realpath(folder))
+    real_folder = Path(os.path.realpath(folder))
     moving: dict[int, list[torch.Tensor]] = {}
     for t, name in names.items():
-        if _is_moved(t, name, there, loaded):
+        if _is_moved(t, name, real_folder, loaded):
             moving.setdefault(t.untyped_storage()._cdata, []).append(t)
     # Take all bytes before anything changes.
     groups = [*moving.values()]
-    storages = map_storages([of[0].untyped_storage().nbytes() for of in groups], there)
-    copied = [(of, storage) for of, storage in zip(groups, storages, strict=True) if not of[0].is_meta]
-    _swap([(t, s, names[t]) for of, s in zip(groups, storages, strict=True) for t in of if t.is_meta])
+    storages = map_storages([group[0].untyped_storage().nbytes() for group in groups], real_folder)
+    copied = [(group, storage) for group, storage in zip(groups, storages, strict=True) if not group[0].is_meta]
+    _swap([(t, s, names[t]) for group, s in zip(groups, storages, strict=True) for t in group if t.is_meta])
     # Copy one storage after another, so that one is there twice at a time.
-    for of, storage in copied:
-        storage.copy_(of[0].untyped_storage())
+    for group, storage in copied:
+        storage.copy_(group[0].untyped_storage())
         HOMES[storage.data_ptr()].let_go()
-        for t in of:
+        for t in group:
             t.data = within(storage, t)
     return model
 
 
-def _is_moved(t: torch.Tensor, name: str, there: Path, loaded: Container[torch.Tensor]) -> bool:
+def _is_moved(t: torch.Tensor, name: str, folder: Path, loaded: Container[torch.Tensor]) -> bool:
     """Tell whether a tensor is to move to a file of a folder, or raise `Unsupported`."""
     is_lazy = nn.parameter.is_lazy(t)
     is_plain = (
@@ -123,32 +123,32 @@ def _is_moved(t: torch.Tensor, name: str, there: Path, loaded: Container[torch.T
             "on the CPU before in_file: have parameters alone on meta, or compute the buffer anew."
         )
     home = home_of(t)
-    is_there = home is not None and home.place == there
+    is_there = home is not None and home.place == folder
     return t.is_meta or (t.untyped_storage().nbytes() >= LEAST and not is_there)
 
 
 def _swap(meta: Sequence[tuple[torch.Tensor, torch.UntypedStorage, str]]) -> None:
-    """Make tensors on meta others with data, under the same objects, or raise `Unsupported` and change nothing.
+    """Give data to tensors on meta, which stay the same objects, or raise `Unsupported` and change nothing.
 
     Data on meta cannot be replaced (``t.data = ...``).
     """
     swapped: list[tuple[torch.Tensor, torch.Tensor]] = []
     for t, storage, name in meta:
-        other = within(storage, t)
-        other = nn.Parameter(other, t.requires_grad) if isinstance(t, nn.Parameter) else other
-        other.__class__ = type(t)
-        other.__dict__.update(t.__dict__)
+        replacement = within(storage, t)
+        replacement = nn.Parameter(replacement, t.requires_grad) if isinstance(t, nn.Parameter) else replacement
+        replacement.__class__ = type(t)
+        replacement.__dict__.update(t.__dict__)
         try:
             if t._backward_hooks or t._post_accumulate_grad_hooks:
                 raise RuntimeError("its hooks would be lost")
-            torch.utils.swap_tensors(t, other)
+            torch.utils.swap_tensors(t, replacement)
         except RuntimeError as error:
             for pair in swapped:
                 torch.utils.swap_tensors(*pair)
             raise Unsupported(
                 f"{name} on meta cannot become a tensor with data: {error}. Call in_file as soon as the model is made."
             ) from error
-        swapped.append((t, other))
+        swapped.append((t, replacement))
 
 
 def within(storage: torch.UntypedStorage, t: torch.Tensor) -> torch.Tensor:

@@ -92,7 +92,7 @@ def measure(store: Store, device: torch.device, sizes: Sequence[int] = BLOCKS) -
     fitting = sorted({size for size in sizes if size and 2 * rounded(size) <= store.capacity})
     times = [_times(store, device, size) for size in fitting]
     send, fetch, both = (sum(column) for column in zip(*times, strict=True)) if times else (0.0, 0.0, 0.0)
-    longer = sum(max(took[:2]) for took in times)
+    longer = sum(max(row[:2]) for row in times)
     latency = _times(store, device, BLOCK)[0] if store.capacity >= 2 * BLOCK else 0.0
     total = sum(fitting)
     is_one = both > (longer + send + fetch) / 2
@@ -116,7 +116,6 @@ def _times(store: Store, device: torch.device, size: int) -> tuple[float, float,
         _synchronize(device)
         return time.perf_counter() - begin
 
-    # Medians over some rounds.
     store.send(far, second)
     store.wait(far)
     rounds = []
@@ -150,8 +149,8 @@ def known_links(where: str, device: torch.device, *, cache: bool = True) -> Host
             "has: checkmate.trace(...).with_host(checkmate.Host(bytes, send, fetch)), rates in bytes per second."
         )
     kind, colon, folder = where.partition(":")
-    there = f"{kind}:{os.path.realpath(folder or tempfile.gettempdir())}" if colon else where
-    place = f"{there} beside {device.type} {kind_of(device).name(device)} of {platform.node()}"
+    medium = f"{kind}:{os.path.realpath(folder or tempfile.gettempdir())}" if colon else where
+    place = f"{medium} beside {device.type} {kind_of(device).name(device)} of {platform.node()}"
     if place not in _measured:
         # Take the record on disk, where it is valid; else measure, and take the first record of those who did.
         links = _on_record(place) if cache else None
@@ -178,14 +177,14 @@ def _measure(where: str, device: torch.device) -> Host:
 def _on_record(place: str, measured: Host | None = None) -> Host | None:
     """The links on record; if there are none, record those that were measured."""
     try:
-        with rows(TABLE, write=measured is not None) as kept:
-            for document in kept.get([place]).values():
+        with rows(TABLE, write=measured is not None) as table:
+            for document in table.get([place]).values():
                 try:
                     return Host(**document)
                 except (TypeError, InvalidProblem) as error:
                     log.warning("The links to a second memory are measured anew: %s", error)
             if measured is not None:
-                kept.put({place: asdict(measured)})
+                table.put({place: asdict(measured)})
     except OSError as error:
         log.warning("The links to a second memory cannot be read or kept for the next time: %s", error)
     return measured

@@ -38,14 +38,14 @@ class Pinned(Home):
 
         When they are made, they take as much of the device's memory as the storage does, and give it back.
         """
-        known, layouts = self._stand_ins, [_layout(t) for t in tensors]
-        if [_layout(t) for t in known] != layouts:
+        stand_ins, layouts = self._stand_ins, [_layout(t) for t in tensors]
+        if [_layout(t) for t in stand_ins] != layouts:
             _forget(self)
             storage = torch.empty(self.nbytes, dtype=torch.uint8, device=self.device).untyped_storage()
-            known[:] = [within(storage, t) for t in tensors]
+            stand_ins[:] = [within(storage, t) for t in tensors]
             storage.resize_(0)
             HOMES[address_of(storage)] = self
-        return known
+        return stand_ins
 
 
 def pin_storage(nbytes: int, device: torch.device) -> torch.UntypedStorage:

@@ -52,7 +52,7 @@ class PinnedMover:
 
     def _copy(self, stream: torch.Stream, storage: torch.UntypedStorage, value: Value, *, out: bool) -> Wait:
         """Copy each piece after all earlier work of the compute stream."""
-        here = torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage, 0, (value.nbytes,), (1,))
+        view = torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage, 0, (value.nbytes,), (1,))
         compute = torch.accelerator.current_stream(self._device)
         if compute != self._compute:
             for copies in (self._out, self._back):
@@ -62,7 +62,7 @@ class PinnedMover:
         memory = self._pinned if value.home is None else value.home.memory
         with stream:
             for extent in value.extents:
-                piece, here = here[: len(extent)], here[len(extent) :]
+                piece, view = view[: len(extent)], view[len(extent) :]
                 pinned = memory[extent.start : extent.start + len(piece)]
                 to, source = (pinned, piece) if out else (piece, pinned)
                 to.copy_(source, non_blocking=True)

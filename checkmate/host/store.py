@@ -173,10 +173,10 @@ class Store:
             if value is not None:
                 raise HostError(f"Value {key} is in {self._mover.name} already: drop it before it is sent again.")
             # The first gap between values that holds it, or else the lowest gaps together.
-            here = [value for value in self._values.values() if value.home is None]
-            taken = sorted((e for value in here for e in value.extents), key=attrgetter("start"))
+            waiting = [value for value in self._values.values() if value.home is None]
+            taken = sorted((e for value in waiting for e in value.extents), key=attrgetter("start"))
             around = pairwise((range(0), *taken, range(self.capacity, self.capacity)))
-            gaps = [range(one.stop, other.start) for one, other in around if one.stop < other.start]
+            gaps = [range(before.stop, after.start) for before, after in around if before.stop < after.start]
             need, extents = rounded(nbytes), list[range]()
             for gap in [gap for gap in gaps if len(gap) >= need][:1] or gaps:
                 extents.append(gap[:need])
@@ -255,13 +255,13 @@ class Store:
         with self._books:
             self._close()
 
-    def _settled(self, key: int, what: str, nbytes: int | None = None) -> Value:
+    def _settled(self, key: int, act: str, nbytes: int | None = None) -> Value:
         """A value with a whole copy, of this many bytes, and no transfer under way."""
         value = self._values.get(key)
         if value is not None and value.pending is not None:
-            raise HostError(f"Value {key} is under way to or from {self._mover.name}: wait for it before it is {what}.")
+            raise HostError(f"Value {key} is under way to or from {self._mover.name}: wait for it before it is {act}.")
         if value is None or not value.arrived:
-            raise HostError(f"Value {key} is not in {self._mover.name}, and cannot be {what}.")
+            raise HostError(f"Value {key} is not in {self._mover.name}, and cannot be {act}.")
         if nbytes is not None and nbytes != value.nbytes:
             raise HostError(f"Value {key} has {exact_bytes(value.nbytes)} there, and {exact_bytes(nbytes)} here.")
         return value

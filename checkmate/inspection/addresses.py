@@ -89,7 +89,7 @@ def addresses(solution: Solution, *, time_limit: float = TIME_LIMIT) -> Addresse
     blocks = [block._replace(size=-(-block.size // ALIGNMENT) * ALIGNMENT) for block, _ in storages]
     placed = place_blocks(blocks, time_limit=time_limit)
     at = zip(placed.offsets, storages, strict=True)
-    boxes = tuple(replace(box, offset=offset) for offset, (_, there) in at for box in there)
+    boxes = tuple(replace(box, offset=offset) for offset, (_, contents) in at for box in contents)
     return Addresses(boxes, placed.height, placed.bound)
 
 

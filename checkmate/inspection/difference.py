@@ -95,9 +95,9 @@ class Difference(Printed):
             times, spent = sum(abs(row.runs_b - row.runs_a) for row in rows), sum(row.seconds for row in rows)
             yield word, f"{len(rows)} ops, {times} times in all: {_more_seconds(spent)}" if rows else "no op"
         for word, sign in (("keeps", 1), ("drops", -1)):
-            kept = [row for row in self.values if row.bytes * sign > 0]
-            size = _more_bytes(sum(row.bytes for row in kept))
-            yield word, f"{len(kept)} values {self.kept_at}: {size}" if kept else "no value"
+            values = [row for row in self.values if row.bytes * sign > 0]
+            size = _more_bytes(sum(row.bytes for row in values))
+            yield word, f"{len(values)} values {self.kept_at}: {size}" if values else "no value"
 
     def _tables(self) -> Iterator[Table]:
         """The tables that have rows."""
@@ -167,9 +167,9 @@ def diff(a: Solution, b: Solution, *, top: int = 10) -> Difference:
     runs_a, runs_b = schedule_a.R.sum(axis=0), schedule_b.R.sum(axis=0)
     ops = []
     for k in np.flatnonzero(runs_a != runs_b).tolist():
-        op, here, there = graph.ops[k], int(runs_a[k]), int(runs_b[k])
-        module, spent = op.place.module, float((there - here) * problem.seconds[k])
-        ops.append(OpDifference(k, op.name, op.target, op.phase, module, op.where or "", here, there, spent))
+        op, times_a, times_b = graph.ops[k], int(runs_a[k]), int(runs_b[k])
+        module, spent = op.place.module, float((times_b - times_a) * problem.seconds[k])
+        ops.append(OpDifference(k, op.name, op.target, op.phase, module, op.where or "", times_a, times_b, spent))
     values = _values(problem, kept_a, kept_b)
     # The differences by groups of modules, in the order of the forward; groups without any are left out.
     touched = {row.module for row in ops} | {row.module for row in values}
@@ -180,8 +180,8 @@ def diff(a: Solution, b: Solution, *, top: int = 10) -> Difference:
     for label, inside in groups:
         within = [row for row in ops if row.module in inside]
         runs, spent = sum(row.runs_b - row.runs_a for row in within), sum(row.seconds for row in within)
-        kept = sum(row.bytes for row in values if row.module in inside)
-        modules.append(ModuleDifference(label, runs, spent, kept))
+        kept_bytes = sum(row.bytes for row in values if row.module in inside)
+        modules.append(ModuleDifference(label, runs, spent, kept_bytes))
     return Difference(
         a=a,
         b=b,

@@ -88,10 +88,10 @@ class Explanation(Printed):
         if self.problem is not None and self.problem.rules:
             sizes, rows = self.problem.sizes, []
             for rule in self.problem.rules:
-                made = sum(int(sizes[list(self.problem.graph.ops[k].outputs)].sum()) for k in rule.ops)
+                made_bytes = sum(int(sizes[list(self.problem.graph.ops[k].outputs)].sum()) for k in rule.ops)
                 reasons = Counter(why for _, why in rule.exempt)
                 cannot = "; ".join(f"{count}: it {why}" for why, count in reasons.items())
-                rows.append((rule.pattern, str(rule.asks), str(len(rule.ops)), format_bytes(made), cannot))
+                rows.append((rule.pattern, str(rule.asks), str(len(rule.ops)), format_bytes(made_bytes), cannot))
             yield Table(("pattern", "rule", "ops", "makes", "cannot obey"), rows, {"ops", "makes"}, title="rules")
         if self.breaks:
             yield Notes(("graph break", "why"), [(b.where, b.why) for b in self.breaks], title="graph breaks")

@@ -101,18 +101,18 @@ class PeakExplanation(Listed[Held]):
         yield "budget", f"{format_bytes(self.budget)}, of which {format_bytes(self.budget - self.peak)} are left"
         held = sum(row.bytes for row in self.held)
         yield "values", f"{format_bytes(held)} in {len(self.held)} values"
-        for moving, about in _MOVING.values():
+        for moving, note in _MOVING.values():
             if on_link := [row for row in self.held if row.moving == moving]:
-                of = f"{len(on_link)} value{'s' * (len(on_link) != 1)}"
-                yield moving, f"{format_bytes(sum(row.bytes for row in on_link))} of these in {of}, {about}"
+                count = f"{len(on_link)} value{'s' * (len(on_link) != 1)}"
+                yield moving, f"{format_bytes(sum(row.bytes for row in on_link))} of these in {count}, {note}"
         if self.host_bytes is not None:
             yield "second memory", format_bytes(self.host_bytes)
         if self.room_bounds and all(row.bound for row in self.room_bounds):
-            now, here, there = self.room_bounds
-            less = [f"{max(0.0, 1 - row.bound / now.bound):.1%}" for row in (here, there)]
-            more = f"{less[0]} less with {format_bytes(here.here)} more here, {less[1]} less with"
-            bound = f"the linear bound of {format_seconds(now.bound)} would be {more}"
-            yield "with more", f"{bound} {format_bytes(there.there)} more there"
+            base, more_here, more_there = self.room_bounds
+            less = [f"{max(0.0, 1 - row.bound / base.bound):.1%}" for row in (more_here, more_there)]
+            more = f"{less[0]} less with {format_bytes(more_here.here)} more here, {less[1]} less with"
+            bound = f"the linear bound of {format_seconds(base.bound)} would be {more}"
+            yield "with more", f"{bound} {format_bytes(more_there.there)} more there"
         if self.resident:
             parts = ", ".join(f"{role} {format_bytes(size)}" for role, size in self.resident.items())
             yield "resident", f"{format_bytes(sum(self.resident.values()))}: {parts}"
@@ -126,15 +126,15 @@ class PeakExplanation(Listed[Held]):
     def _tables(self) -> Iterator[Table]:
         yield table(self.columns, self.held, top=self.top)
         if self.prices:
-            about = f"What less or more memory would change of this step of {format_seconds(self.seconds)}:"
-            yield table(PRICES, self.prices, title=about)
+            title = f"What less or more memory would change of this step of {format_seconds(self.seconds)}:"
+            yield table(PRICES, self.prices, title=title)
         if self.better is not None:
             saved, step = (format_seconds(s) for s in (self.seconds - self.better.cost, self.better.cost))
-            about = (
+            title = (
                 f"On the way a better plan for the same budget was found: a step of {step}, {saved} "
                 "less. It is in .better; given more time, solve finds such a plan itself."
             )
-            yield Table((about,))
+            yield Table((title,))
 
 
 _MOVING = {  # by lane
@@ -216,8 +216,8 @@ def explain_peak(
     alive = line.alive(moment.index)
     sending = [seconds_to_send(solution, line, moment, span) for span in alive[:top]]
     moving = {crossing.item: _MOVING[crossing.lane][0] for crossing in line.under_way(moment.index)}
-    each = zip_longest(alive, sending)
-    held = tuple(_held(solution, line, span, remake, moving.get(span.value, ""), costs) for span, costs in each)
+    rows = zip_longest(alive, sending)
+    held = tuple(_held(solution, line, span, remake, moving.get(span.value, ""), costs) for span, costs in rows)
     # The input that the op at the peak could write over, and the op that still reads it.
     not_over = ""
     for v, saved in solution.problem.savings[moment.op]:
@@ -233,15 +233,15 @@ def explain_peak(
         break
     # Less memory than the peak, if that is possible, and more than the budget.
     changes = ((peak - size, -size), (solution.budget + size, size)) if prices else ()
-    asked = [_price(solution, budget, change, time_limit) for budget, change in changes if budget > 0]
+    pairs = [_price(solution, budget, change, time_limit) for budget, change in changes if budget > 0]
     third, problem, more = solution.budget // 3, solution.problem, tuple[RoomBound, ...]()
     if prices and problem.homes:
         more = bounds_with_more(problem, solution.budget, third, 2 * third, time_limit)
     return PeakExplanation(
         held,
-        tuple(price for price, _ in asked),
+        tuple(price for price, _ in pairs),
         *(line.peak, solution.budget, moment, line.resident, solution.cost, top, not_over),
-        better=_better(solution, [answer for _, answer in asked]),
+        better=_better(solution, [answer for _, answer in pairs]),
         host_bytes=None if solution.problem.host is None else line.host_bytes[moment.index],
         room_bounds=more,
     )
@@ -329,11 +329,11 @@ def _held(
 
 def _better(solution: Solution, answers: list[Solution]) -> Solution | None:
     """The fastest plan of the same ops that also fits the budget, if one of the answers is faster."""
-    best, least = None, solution.cost * (1 - OPTIMAL_GAP)
-    for one in answers:
-        fits = one.peak is not None and one.peak <= solution.budget and one.problem.splits == solution.problem.splits
-        if fits and one.cost < least:
-            best, least = one, one.cost
+    best, least, splits = None, solution.cost * (1 - OPTIMAL_GAP), solution.problem.splits
+    for answer in answers:
+        fits = answer.peak is not None and answer.peak <= solution.budget and answer.problem.splits == splits
+        if fits and answer.cost < least:
+            best, least = answer, answer.cost
     if best is None:
         return None
     return again(best, solution.problem, solution.budget, bound=min(solution.bound, best.cost))
@@ -365,9 +365,9 @@ def seconds_to_send(solution: Solution, line: Timeline, moment: Moment, span: Sp
     barred = v in plan.moved.union(problem.homes, graph.outputs, problem.limits.recomputed)
     if problem.host is None or use is None or not rests or barred:
         return None
-    made, away, back, read = (line.moments[i].position for i in (span.first, index, index + 1, use))
+    start, away, back, read = (line.moments[i].position for i in (span.first, index, index + 1, use))
     added: dict[int, list[Step]] = {}
-    for position, step in ((made + 1, Send(v)), (away, Wait(v)), (away, Free(v)), (back, Fetch(v)), (read, Wait(v))):
+    for position, step in ((start + 1, Send(v)), (away, Wait(v)), (away, Free(v)), (back, Fetch(v)), (read, Wait(v))):
         added.setdefault(position, []).append(step)
     added[read].append(Drop(v))
     steps = chain.from_iterable((*added.get(p, ()), step) for p, step in enumerate(plan.steps))

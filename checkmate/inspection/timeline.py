@@ -166,8 +166,8 @@ class Timeline:
 
         Where more bytes are at hand after it than while it runs, since a fetch begins, the copies that are there then.
         """
-        here = (span for span in self.spans if span.born <= self.ticks[index] < span.died)
-        return tuple(sorted(here, key=lambda span: -span.bytes))
+        spans = (span for span in self.spans if span.born <= self.ticks[index] < span.died)
+        return tuple(sorted(spans, key=lambda span: -span.bytes))
 
     def under_way(self, index: int) -> tuple[LinkUse, ...]:
         """The transfers that were begun and not yet waited for, at the same moment."""
@@ -303,7 +303,7 @@ def timeline(plan: Plan, problem: Problem) -> Timeline:
 def _spans(problem: Problem, events: list[Event], ways: Ways) -> tuple[Span, ...]:
     """List the copies of all values."""
     graph, sizes = problem.graph, problem.sizes.tolist()
-    made: list[dict[str, Any]] = []  # fields of each `Span` so far
+    rows: list[dict[str, Any]] = []  # fields of each `Span` so far
     open_: dict[int, int] = {}  # by value, which copy is at hand
     copies = [0] * len(graph.values)
     final, results = events[-1].run, frozenset(graph.outputs)
@@ -311,20 +311,20 @@ def _spans(problem: Problem, events: list[Event], ways: Ways) -> tuple[Span, ...
 
     def begin(v: int, first: int, tick: int, role: str, ready: int | None, continues: int | None = None) -> None:
         k, role = graph.first_op(v), "results" if v in results else role
-        what = {"value": v, "name": graph.values[v].name, "bytes": sizes[v], "role": role, "copy": copies[v]}
+        fields = {"value": v, "name": graph.values[v].name, "bytes": sizes[v], "role": role, "copy": copies[v]}
         when = {"first": first, "ready": ready, "uses": (), "continues": continues, "born": tick}
-        op, over = graph.ops[k], "" if continues is None else made[continues]["name"]
-        made.append({**what, **when, "over": over, "producer": k, "where": op.where or "", "place": op.place})
+        op, over = graph.ops[k], "" if continues is None else rows[continues]["name"]
+        rows.append({**fields, **when, "over": over, "producer": k, "where": op.where or "", "place": op.place})
         copies[v] += 1
 
     def role_of(v: int, op: Op) -> str:
         return "made again" if copies[v] else "activations" if op.phase == "forward" else "gradients"
 
     def end(i: int, last: int, tick: int) -> None:
-        made[i].update(last=max(made[i]["first"], last), died=tick)
+        rows[i].update(last=max(rows[i]["first"], last), died=tick)
 
     for v in sorted(problem.kept):
-        open_[v] = len(made)
+        open_[v] = len(rows)
         begin(v, 0, 0, "fetched", 0)
     for event in events:
         step, index, tick = event.step, event.run, event.tick
@@ -333,49 +333,49 @@ def _spans(problem: Problem, events: list[Event], ways: Ways) -> tuple[Span, ...
             op, way, ended = graph.ops[step.op], ways.get((step.op, step.over)), None
             for v in op.inputs:
                 if v in open_:
-                    made[open_[v]]["uses"] += (index,)
+                    rows[open_[v]]["uses"] += (index,)
             if step.over is not None:
                 if way is None or step.over not in open_:
-                    what = f"{op.name} over {graph.values[step.over].name}"
-                    raise ValueError(f"The plan runs {what}, which no way of it does, or which is not at hand.")
+                    run = f"{op.name} over {graph.values[step.over].name}"
+                    raise ValueError(f"The plan runs {run}, which no way of it does, or which is not at hand.")
                 ended = open_.pop(step.over)
                 end(ended, index - 1, tick)
             # The outputs of an op on a link are there since its start, and ready now.
             if step.op in started:
                 started.remove(step.op)
                 for v in op.outputs:
-                    made[open_[v]]["ready"] = index + 1
+                    rows[open_[v]]["ready"] = index + 1
                 continue
             # Its outputs begin; a second copy of a value at hand ends at once.
             for v in op.outputs:
                 begin(v, index, tick, role_of(v, op), index + 1, ended if way is not None and way.makes == v else None)
-                end(len(made) - 1, index, tick + 1)  # it goes at once where a copy is still at hand
-                open_.setdefault(v, len(made) - 1)
+                end(len(rows) - 1, index, tick + 1)
+                open_.setdefault(v, len(rows) - 1)
         elif isinstance(step, Start):
             started.add(step.op)
             for v in graph.ops[step.op].outputs:
-                open_[v] = len(made)
+                open_[v] = len(rows)
                 begin(v, min(index + 1, final), tick, role_of(v, graph.ops[step.op]), None)
         elif isinstance(step, Free) and step.value in open_:
             end(open_.pop(step.value), index, tick + 1)
         elif isinstance(step, Fetch):
-            open_[step.value] = len(made)
+            open_[step.value] = len(rows)
             begin(step.value, min(index + 1, final), tick, "fetched", None)
-        elif isinstance(step, Wait) and step.value in open_ and made[open_[step.value]]["ready"] is None:
-            made[open_[step.value]]["ready"] = index + 1
+        elif isinstance(step, Wait) and step.value in open_ and rows[open_[step.value]]["ready"] is None:
+            rows[open_[step.value]]["ready"] = index + 1
     # Values still in memory end with the step.
     for i in open_.values():
         end(i, final, events[-1].tick + 1)
-    for copy in made:
+    for copy in rows:
         copy["ready"] = copy["first"] + 1 if copy["ready"] is None else copy["ready"]
-    return tuple(Span(**copy) for copy in made)
+    return tuple(Span(**copy) for copy in rows)
 
 
 def _link_uses(problem: Problem, events: list[Event]) -> tuple[tuple[LinkUse, ...], tuple[LinkUse, ...]]:
     """The transfers in the order in which they begin, and ops on links in the order in which they are waited for."""
     graph, crossings, carried = problem.graph, list[LinkUse](), list[LinkUse]()
     last: dict[int, int] = {}  # by value, the number of its last transfer
-    asked: dict[int, Event] = {}  # starts of ops that go on
+    starts: dict[int, Event] = {}  # starts of ops that go on
     never = events[-1].tick + 1
     for event in events:
         step, waited = event.step, event.until - event.at
@@ -390,9 +390,9 @@ def _link_uses(problem: Problem, events: list[Event]) -> tuple[tuple[LinkUse, ..
             crossings[last[step.value]] = replace(crossings[last[step.value]], waited=waited, died=event.tick + 1)
         # Ops on links: begun at their start, or when they run.
         elif isinstance(step, Start):
-            asked[step.op] = event
+            starts[step.op] = event
         elif isinstance(step, Run) and (op := graph.ops[step.op]).link:
-            start = asked.pop(step.op, event)  # it may be waited for at once
+            start = starts.pop(step.op, event)  # it may be waited for at once
             after = max(0, start.run - (start is event))
             when = start.at, event.begin, event.end, after, start.tick, event.tick + 1
             carried.append(LinkUse(op.link, step.op, op.name, 0, *when, waited, event.run))
@@ -406,8 +406,8 @@ def _resident(problem: Problem) -> dict[str, int]:
     for v, value in enumerate(problem.graph.values):  # states are in the profile's bytes of these
         if value.producer is None and value.role != "state" and v not in problem.homes:
             sizes[words.get(value.role, "other resident")] += value.size_bytes
-    rest = problem.resident - sum(sizes.values())
-    if rest < 0:  # values that share bytes: no telling them apart
+    remainder = problem.resident - sum(sizes.values())
+    if remainder < 0:  # values that share bytes: no telling them apart
         return {"other resident": problem.resident}
-    sizes["other resident"] += rest
+    sizes["other resident"] += remainder
     return {role: size for role, size in sizes.items() if size}

@@ -67,14 +67,14 @@ class WithinBudget(TrainerCallback):
         self._plan(trainer.model)
         return self
 
-    def on_init_end(self, args: Any, state: Any, control: Any, **known: Any) -> None:
+    def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Called when the Trainer has its model, before anything wraps its forward."""
-        self._plan(known["model"])
+        self._plan(kwargs["model"])
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **known: Any) -> None:
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Called when the Trainer has its optimizer."""
-        model, count = known["model"], args.gradient_accumulation_steps
-        loop = Loop([known["optimizer"]], accumulates=count > 1, ahead=count, beside=self._beside, around=model)
+        model, count = kwargs["model"], args.gradient_accumulation_steps
+        loop = Loop([kwargs["optimizer"]], accumulates=count > 1, ahead=count, beside=self._beside, around=model)
         if hasattr(args, "precompute_ref_log_probs") and not self._refers:
             raise Unsupported(
                 "This trainer compares its model with a reference model, which a callback is not told of. Make the "
@@ -143,11 +143,11 @@ def find_batch_size(
         loader = trainer.get_train_dataloader()
     count = args.gradient_accumulation_steps
     loop = Loop([trainer.optimizer], accumulates=count > 1, ahead=count, beside=beside)
-    asked, prepare = Options(budget, reserve=reserve), trainer._prepare_inputs
-    found = largest_batch(lambda batch: model(**batch), loader, asked, model, loop, options, prepare)
-    args.per_device_train_batch_size = found.size
+    settings, prepare = Options(budget, reserve=reserve), trainer._prepare_inputs
+    answer = largest_batch(lambda batch: model(**batch), loader, settings, model, loop, options, prepare)
+    args.per_device_train_batch_size = answer.size
     trainer._train_batch_size = args.train_batch_size
-    return found
+    return answer
 
 
 def head_within(model: Any) -> tuple[nn.Module, Callable[..., Any]] | None:
@@ -188,9 +188,9 @@ def _bytes_outside(
             return planned.plainly(part, *args, **kwargs)
 
     def run_head() -> None:
-        found = forward(base, *args, labels=labels, fused_lm_head=True, **kwargs)
+        output = forward(base, *args, labels=labels, fused_lm_head=True, **kwargs)
         weights = [p for p in base.get_output_embeddings().parameters() if p.requires_grad]  # type: ignore[operator]
-        torch.autograd.grad(found.loss, [leaf, *weights], allow_unused=True)
+        torch.autograd.grad(output.loss, [leaf, *weights], allow_unused=True)
 
     # The planned part without gradients, as for a reference.
     with torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=device.type):

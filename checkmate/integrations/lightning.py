@@ -124,7 +124,7 @@ class BatchSizeFinder(lightning.Callback):
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Find the size with the optimizers and loader as they will be made; they are freed afterwards."""
-        owner = next((one for one in (trainer.datamodule, pl_module) if hasattr(one, "batch_size")), None)
+        owner = next((owner for owner in (trainer.datamodule, pl_module) if hasattr(owner, "batch_size")), None)
         if owner is None or not is_overridden("train_dataloader", owner):
             raise Unsupported(
                 "A batch size is set on what makes the loader: give the module or the data module a batch_size, and "
@@ -138,8 +138,8 @@ class BatchSizeFinder(lightning.Callback):
             return method(pl_module, batch, 0) if part == "training_step" else method(pl_module, *batch)
 
         # The optimizers come as one, several, with schedulers, or in dicts.
-        configured = tree_leaves(pl_module.configure_optimizers())
-        optimizers = [leaf for leaf in configured if isinstance(leaf, torch.optim.Optimizer)]
+        leaves = tree_leaves(pl_module.configure_optimizers())
+        optimizers = [leaf for leaf in leaves if isinstance(leaf, torch.optim.Optimizer)]
         accumulates = trainer.accumulate_grad_batches > 1 or not pl_module.automatic_optimization
         loop = Loop(optimizers, accumulates, ahead=2, beside=self._beside)
         with trainer.precision_plugin.train_step_context(), _recorded(pl_module, []):
@@ -154,8 +154,8 @@ def _logging_behind(module: Any, run: Callable[..., Any]) -> Callable[..., Any]:
         calls: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []
         with _recorded(module, calls):
             result = run(*args, **kwargs)
-        for name, given, named in calls:
-            getattr(module, name)(*given, **named)
+        for name, arguments, keywords in calls:
+            getattr(module, name)(*arguments, **keywords)
         return result
 
     return step
@@ -177,9 +177,9 @@ def _recorded(module: Any, calls: list[Any]) -> Iterator[None]:
             object.__delattr__(module, name)
 
 
-def _detached(what: Any) -> Any:
-    if isinstance(what, torch.Tensor):
-        return what.detach()
-    if isinstance(what, dict):
-        return {name: _detached(one) for name, one in what.items()}
-    return tuple(map(_detached, what)) if isinstance(what, tuple) else what
+def _detached(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.detach()
+    if isinstance(value, dict):
+        return {name: _detached(item) for name, item in value.items()}
+    return tuple(map(_detached, value)) if isinstance(value, tuple) else value

@@ -60,14 +60,14 @@ def within_budget(
     >>> print(plans_of(model).plans[0].status, plans_of(model).kept.states)
     Status.OPTIMAL 33816
     """
-    found = Options.of(within_budget, CompileOptions.__optional_keys__, options, budget)
+    settings = Options.of(within_budget, CompileOptions.__optional_keys__, options, budget)
     if isinstance(model, DistributedDataParallel) or hasattr(model, "_original_forward"):
         raise Unsupported(
             f"This {type(model).__name__} was prepared already. Say model = within_budget(model, optimizer, ...) "
             "before accelerator.prepare(model, ...), or before it is wrapped for several ranks."
         )
     optimizers = (optimizer,) if isinstance(optimizer, optim.Optimizer) else tuple(optimizer)
-    plan_call(model, "forward", found).begin(Loop(optimizers, accumulate > 1, ahead, beside=beside))
+    plan_call(model, "forward", settings).begin(Loop(optimizers, accumulate > 1, ahead, beside=beside))
     return model
 
 

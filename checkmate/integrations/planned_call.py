@@ -68,7 +68,7 @@ class Kept:
             (self.beside, "other modules and ranks"),
             (self.outside, "what runs outside of the plan"),
         )
-        return ", ".join(f"{format_bytes(size)} for {what}" for size, what in parts if size) or "nothing"
+        return ", ".join(f"{format_bytes(size)} for {purpose}" for size, purpose in parts if size) or "nothing"
 
 
 @dataclass(eq=False)
@@ -85,7 +85,6 @@ class Loop:
     def kept(self, part: nn.Module, args: Any, kwargs: Any) -> Kept:
         """The bytes that the loop keeps beside a step of a module on a batch."""
         module = part if self.around is None else self.around
-        # The updates, and so the gradients.
         updates = [
             Update(optimizer, i, p)
             for optimizer in map(plain_optimizer, self.optimizers)
@@ -93,17 +92,17 @@ class Loop:
             for p in group["params"]
             if p.requires_grad
         ]
-        trained = {id(p): p for p in (*module.parameters(), *(u.parameter for u in updates)) if p.requires_grad}
-        gradients = sum(p.nbytes for p in trained.values())
+        parameters = {id(p): p for p in (*module.parameters(), *(u.parameter for u in updates)) if p.requires_grad}
+        gradients = sum(p.nbytes for p in parameters.values())
         ranks = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
         buckets = gradients + sum(b.nbytes for b in module.buffers()) if ranks else 0
         # Tensors of the loop that the planned step does not reach.
         planned = {id(t) for t in _tensors(part)}
-        others = {id(t): t.nbytes for other in (module, *self.beside) for t in _tensors(other) if id(t) not in planned}
+        sizes = {id(t): t.nbytes for holder in (module, *self.beside) for t in _tensors(holder) if id(t) not in planned}
         return Kept(
             states=sum(map(_state_bytes, updates)),
             gradients=gradients if self.accumulates else 0,
-            beside=buckets + sum(others.values()),
+            beside=buckets + sum(sizes.values()),
             update=_bytes_on_the_way(updates),
             **self.with_batch(args, kwargs),
         )
@@ -118,8 +117,8 @@ class PlannedCall(Planned):
     """A module's training method, planned at its first training call."""
 
     def __init__(self, module: nn.Module, name: str, options: Options) -> None:
-        found: Any = getattr(module, name)
-        self._fn, self._is_bound = getattr(found, "__func__", found), hasattr(found, "__func__")
+        method: Any = getattr(module, name)
+        self._fn, self._is_bound = getattr(method, "__func__", method), hasattr(method, "__func__")
         self._options = options
         self._step: CompiledStep[..., Any] | None
         self.module = module
@@ -138,47 +137,47 @@ class PlannedCall(Planned):
 
     def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Call the planned method, or without gradients the plain one."""
-        given = (module, *args) if self._is_bound else args
+        arguments = (module, *args) if self._is_bound else args
         if self.stub is not None:
             return self.stub
         plain = self.stands_aside or not module.training or not torch.is_grad_enabled()
         if plain or torch.compiler.is_compiling():
-            return self._fn(*given, **kwargs)
+            return self._fn(*arguments, **kwargs)
         size = _batch_bytes(args, kwargs)
         if self._step is None or self.kept is None:
-            self._step, self._largest = self._planned(module, given, kwargs), size
+            self._step, self._largest = self._planned(module, arguments, kwargs), size
         elif size > self._largest:
             # More is kept beside the largest batch so far; plans for the smaller ones stay.
             planner: Any = self._step._run.backend.planner
             before, self.kept = self.kept.total, replace(self.kept, **self.loop.with_batch(args, kwargs))
             planner.reserve, self._largest = planner.reserve + max(0, self.kept.total - before), size
-        return self._step(*given, **kwargs)
+        return self._step(*arguments, **kwargs)
 
     def plainly(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Call the plain method."""
         return self._fn(*((module, *args) if self._is_bound else args), **kwargs)
 
-    def _planned(self, module: nn.Module, given: Sequence[Any], kwargs: Any) -> CompiledStep[..., Any]:
+    def _planned(self, module: nn.Module, arguments: Sequence[Any], kwargs: Any) -> CompiledStep[..., Any]:
         # The bytes beside the step, and those that an update needs, whatever is planned.
-        args = given[1:] if self._is_bound else given
+        args = arguments[1:] if self._is_bound else arguments
         options, kept = self._options, self.loop.kept(module, args, kwargs)
         self.kept = kept
         beside, total = options.set_aside + kept.total, options.total
-        of = format_bytes(total) if total else options.budget
-        log.info("of the budget of %s training keeps %s beside each step", of, kept)
-        trained = sum(p.nbytes for p in (self.loop.around or module).parameters() if p.requires_grad)
-        held = sum(t.nbytes for t in _tensors(module)) + trained
-        held += kept.states + kept.batches + kept.beside + kept.update
+        budget = format_bytes(total) if total else options.budget
+        log.info("of the budget of %s training keeps %s beside each step", budget, kept)
+        gradient_bytes = sum(p.nbytes for p in (self.loop.around or module).parameters() if p.requires_grad)
+        update_bytes = sum(t.nbytes for t in _tensors(module)) + gradient_bytes
+        update_bytes += kept.states + kept.batches + kept.beside + kept.update
         # Refuse a budget below these; name one that works.
-        if 0 < total < held:
+        if 0 < total < update_bytes:
             try:
-                Planner(replace(options, reserve=beside)).plan(traced(self._fn, given, kwargs, options))
-                least = held
+                Planner(replace(options, reserve=beside)).plan(traced(self._fn, arguments, kwargs, options))
+                least = update_bytes
             except InfeasibleBudget as error:  # nor does the step before the update fit
-                least = max(held, error.min_budget)
+                least = max(update_bytes, error.min_budget)
             why = (
-                f"An update of this {type(module).__name__} needs {format_bytes(held)}, whatever is run again: "
-                f"its parameters, their gradients of {format_bytes(trained)}, {kept}, and "
+                f"An update of this {type(module).__name__} needs {format_bytes(update_bytes)}, whatever is run again: "
+                f"its parameters, their gradients of {format_bytes(gradient_bytes)}, {kept}, and "
                 f"{format_bytes(kept.update)} that the optimizer makes on its way. The budget is "
                 f"{format_bytes(total)}."
             )
@@ -204,15 +203,15 @@ def plan_call(module: nn.Module, name: str, options: Options, wrap: Callable[[An
     if isinstance(module, OptimizedModule):
         raise Unsupported(f"This {kind} was compiled by torch.compile. Hand over the module that was given to it.")
     # Put a method with the same signature on the object.
-    planned, found = PlannedCall(module, name, options), getattr(module, name)
+    planned, original = PlannedCall(module, name, options), getattr(module, name)
     run = planned if wrap is None else wrap(planned)
 
     def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return run(self, *args, **kwargs)
 
-    method.__name__, method.__doc__ = name, found.__doc__
+    method.__name__, method.__doc__ = name, original.__doc__
     own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
-    signature = inspect.signature(found)
+    signature = inspect.signature(original)
     method.__signature__ = signature.replace(parameters=[own, *signature.parameters.values()])  # type: ignore[attr-defined]
     object.__setattr__(module, name, MethodType(method, module))
     object.__setattr__(module, _PLANNED, planned)
@@ -222,7 +221,7 @@ def plan_call(module: nn.Module, name: str, options: Options, wrap: Callable[[An
 def largest_batch(
     step: Callable[[Any], Any],
     loader: Any,
-    asked: Options,
+    settings: Options,
     module: nn.Module,
     loop: Loop,
     options: Mapping[str, Any],
@@ -238,10 +237,10 @@ def largest_batch(
     """
     # The budget of the step is the rest of what the loop keeps.
     rows, kept = loader.dataset, replace(loop, ahead=0).kept(module, (), {})
-    total = parse_bytes(asked.budget)
-    beside = asked.set_aside + kept.total
+    total = parse_bytes(settings.budget)
+    beside = settings.set_aside + kept.total
 
-    def one_of(batch: Any, *others: Any) -> Any:
+    def one_of(batch: Any, *ahead: Any) -> Any:
         return step(batch)
 
     # A batch of n rows of the data, with those that the loader prepares ahead.

@@ -101,10 +101,10 @@ def available(device: torch.device, held: int, *, in_arena: bool = True, sharing
         except (RuntimeError, AttributeError) as error:
             raise _does_not_say(str(device)) from error
         return Available(Limit(str(device), total, free), held, max(LEAST_MARGIN, int(SHARE * total)))
-    parts = [one if not one.shared else Limit(one.of, one.total, one.free // sharing) for one in limits()]
+    parts = [limit if not limit.shared else Limit(limit.of, limit.total, limit.free // sharing) for limit in limits()]
     if not parts:
         raise _does_not_say("This machine")
-    least = min(parts, key=lambda one: one.free)
+    least = min(parts, key=lambda limit: limit.free)
     usable = max(0, least.free - SCRATCH) / (ROOM if in_arena else BY_MALLOC)
     return Available(least, held, least.free - int(usable))
 
@@ -131,7 +131,7 @@ def free_there(where: str) -> int:
     _, colon, folder = where.partition(":")
     folder = folder or tempfile.gettempdir()
     try:
-        free = shutil.disk_usage(folder).free if colon else min((one.free for one in limits()), default=0)
+        free = shutil.disk_usage(folder).free if colon else min((limit.free for limit in limits()), default=0)
     except OSError as error:
         raise HostError(f"No file can be made in {folder}: {error.strerror}. Name another folder.") from error
     return rounded_down(int(SHARE_THERE * free))
@@ -150,20 +150,20 @@ def limits(root: Path = Path("/")) -> Iterator[Limit]:
     for line in _text(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers == "":
-            top, of = root / "sys/fs/cgroup", ""
-            most, now = ["memory.max", "memory.high"], "memory.current"
+            top, prefix = root / "sys/fs/cgroup", ""
+            most, current = ["memory.max", "memory.high"], "memory.current"
         elif "memory" in controllers.split(","):
-            top, of = root / "sys/fs/cgroup/memory", "total_"  # with the groups below it
-            most, now = ["memory.limit_in_bytes"], "memory.usage_in_bytes"
+            top, prefix = root / "sys/fs/cgroup/memory", "total_"  # with the groups below it
+            most, current = ["memory.limit_in_bytes"], "memory.usage_in_bytes"
         else:
             continue
         inner = top.joinpath(*(part for part in path.split("/") if part not in ("", "..")))
         for folder in (inner, *inner.parents):  # a container may see its own group as the top one
             stat = _table(folder / "memory.stat")
-            mapped = stat.get(f"{of}mapped_file", stat.get("file_mapped", 0))
-            cached = max(0, sum(stat.get(f"{of}{name}", 0) for name in _CACHED) - mapped)
+            mapped = stat.get(f"{prefix}mapped_file", stat.get("file_mapped", 0))
+            cached = max(0, sum(stat.get(f"{prefix}{name}", 0) for name in _CACHED) - mapped)
             for name in most:
-                limit, used = _text(folder / name).strip(), _text(folder / now).strip()
+                limit, used = _text(folder / name).strip(), _text(folder / current).strip()
                 if limit.isdecimal() and used.isdecimal():
                     group = f"the control group {folder.relative_to(top).as_posix()} ({name})"
                     yield Limit(group, int(limit), max(0, int(limit) - max(0, int(used) - cached)))
@@ -180,8 +180,8 @@ def limits(root: Path = Path("/")) -> Iterator[Limit]:
 
 
 def _table(file: Path, unit: int = 1) -> dict[str, int]:
-    found = re.findall(r"^(\w+):?\s+(\d+)", _text(file), re.MULTILINE)
-    return {name: int(number) * unit for name, number in found}
+    pairs = re.findall(r"^(\w+):?\s+(\d+)", _text(file), re.MULTILINE)
+    return {name: int(number) * unit for name, number in pairs}
 
 
 def _text(file: Path) -> str:
@@ -191,8 +191,8 @@ def _text(file: Path) -> str:
         return ""
 
 
-def _does_not_say(what: str) -> BudgetError:
-    return BudgetError(f"{what} does not say how much memory is free: name the bytes, such as budget='8 GB'.")
+def _does_not_say(name: str) -> BudgetError:
+    return BudgetError(f"{name} does not say how much memory is free: name the bytes, such as budget='8 GB'.")
 
 
 def within_memory(run: Callable[[], T], what: str, instead: str) -> list[T]:
@@ -220,5 +220,5 @@ def ran_out_of_memory(error: BaseException) -> bool:
 
 
 @cache
-def _warn(what: str, instead: str) -> None:
-    log.warning("%s: too large for the memory that is free, so %s", what, instead)
+def _warn(name: str, instead: str) -> None:
+    log.warning("%s: too large for the memory that is free, so %s", name, instead)

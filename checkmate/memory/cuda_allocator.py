@@ -168,8 +168,8 @@ class CudaAllocator:
                 f"{size} bytes are not to be had: {self.reserved} of {self.capacity} are held."
             )
         # Split off what is left, if the allocator does (should_split).
-        rest = block.size - size
-        if rest >= BLOCK if is_small or self.expandable else rest > SMALL:
+        remainder = block.size - size
+        if remainder >= BLOCK if is_small or self.expandable else remainder > SMALL:
             insort(pool.free, _parted(block, size))
         block.in_use = True
         self._count(block.size, 0)
@@ -228,11 +228,10 @@ class CudaAllocator:
                 insort(pool.unmapped, below)
             else:
                 below = below.previous
-        # Chain its blocks.
         base = segment["address"] if below is None else below.base
-        for each in segment["blocks"]:
-            in_use = each["state"] == IN_USE
-            block = Block(each["address"], each["size"], pool, below, None, in_use, expandable=expandable, base=base)
+        for piece in segment["blocks"]:
+            in_use = piece["state"] == IN_USE
+            block = Block(piece["address"], piece["size"], pool, below, None, in_use, expandable=expandable, base=base)
             if below is not None:
                 below.next = block
             below = block
@@ -312,12 +311,12 @@ class CudaAllocator:
 
 def _parted(block: Block, size: int) -> Block:
     """Cut a block that is in no list after its first bytes; give the rest, which is in none either."""
-    rest = Block(block.begin + size, block.size - size, block.pool, block, block.next)
-    rest.mapped, rest.expandable, rest.base = block.mapped, block.expandable, block.base
-    if rest.next is not None:
-        rest.next.previous = rest
-    block.next, block.size = rest, size
-    return rest
+    remainder = Block(block.begin + size, block.size - size, block.pool, block, block.next)
+    remainder.mapped, remainder.expandable, remainder.base = block.mapped, block.expandable, block.base
+    if remainder.next is not None:
+        remainder.next.previous = remainder
+    block.next, block.size = remainder, size
+    return remainder
 
 
 def _remove(blocks: list[Block], block: Block) -> None:
@@ -346,13 +345,13 @@ class DeviceState:
         """
         if torch.cuda.get_allocator_backend() != "native":
             return None
-        found = _snapshot()
-        settings = found["allocator_settings"]
-        others = settings.get("max_split_size", -1) != -1, settings.get("garbage_collection_threshold", 0) != 0
-        if any((*others, *settings.get("roundup_power2_divisions", {}).values())):
+        snapshot = _snapshot()
+        settings = snapshot["allocator_settings"]
+        switches = settings.get("max_split_size", -1) != -1, settings.get("garbage_collection_threshold", 0) != 0
+        if any((*switches, *settings.get("roundup_power2_divisions", {}).values())):
             return None
         index = torch.cuda.current_device() if device.index is None else device.index
-        segments = [segment for segment in found["segments"] if segment["device"] == index]
+        segments = [segment for segment in snapshot["segments"] if segment["device"] == index]
         free, _ = torch.cuda.mem_get_info(device)
         return cls(
             tuple(sorted(segments, key=lambda segment: segment["address"])),

@@ -120,15 +120,15 @@ def _measure_by_allocator(fn: Callable[[], Any], device: torch.device) -> Memory
         began = DeviceState.now(device) if device.type == "cuda" else None
         result = fn()
         torch.accelerator.synchronize(device)
-        found = torch.accelerator.memory_stats(device)
+        stats = torch.accelerator.memory_stats(device)
         return MemoryUse(
-            peak=found[f"{REQUESTED}.peak"] - before,
-            final=found[f"{REQUESTED}.current"] - before,
+            peak=stats[f"{REQUESTED}.peak"] - before,
+            final=stats[f"{REQUESTED}.current"] - before,
             result=result,
             device=device,
             before=before,
-            allocated=found["allocated_bytes.all.peak"],
-            reserved=found["reserved_bytes.all.peak"],
+            allocated=stats["allocated_bytes.all.peak"],
+            reserved=stats["reserved_bytes.all.peak"],
             began=began,
         )
 
@@ -192,28 +192,28 @@ def record_allocations() -> Iterator[Recording]:
             "Memory is measured with torch.profiler, which is running already. Measure it before you start a profiler."
         )
     by = _by_thread if autograd_profiler._is_profiler_enabled else _by_process
-    recording, found = Recording(), list[tuple[int, int]]()
-    with _no_collection(), by(found, recording.spans):
+    recording, allocations = Recording(), list[tuple[int, int]]()
+    with _no_collection(), by(allocations, recording.spans):
         yield recording
-    rows = np.array(found, dtype=np.int64).reshape(-1, 2)
+    rows = np.array(allocations, dtype=np.int64).reshape(-1, 2)
     rows = rows[np.argsort(rows[:, 0], kind="stable")]  # equal times stay in the order of recording
     recording.nanoseconds, recording.bytes = rows.T
 
 
 @contextmanager
-def _by_process(found: list[tuple[int, int]], spans: dict[str, tuple[int, int]]) -> Iterator[None]:
+def _by_process(allocations: list[tuple[int, int]], spans: dict[str, tuple[int, int]]) -> Iterator[None]:
     """Times and bytes of allocations, and spans, by PyTorch's profiler, which runs once per process."""
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else each recording announces itself on the terminal
     profiler = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
     with profiler:
         yield
     events: Any = profiler.profiler.kineto_results.events()  # type: ignore[union-attr]
-    found += ((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
+    allocations += ((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
     spans |= {e.name(): (e.start_ns(), e.start_ns() + e.duration_ns()) for e in events if e.is_user_annotation()}
 
 
 @contextmanager
-def _by_thread(found: list[tuple[int, int]], spans: dict[str, tuple[int, int]]) -> Iterator[None]:
+def _by_thread(allocations: list[tuple[int, int]], spans: dict[str, tuple[int, int]]) -> Iterator[None]:
     """Times and bytes by PyTorch's profiler of one thread, which may run beside another profiler."""
     experimental = _profiler._ExperimentalConfig()
     only_memory = ProfilerConfig(ProfilerState.CPU, False, True, False, False, False, experimental)
@@ -228,7 +228,7 @@ def _by_thread(found: list[tuple[int, int]], spans: dict[str, tuple[int, int]]) 
         for event in thread:
             now = round(1000 * begin.cpu_elapsed_us(event))
             if event.kind() == "memory_alloc":
-                found.append((now, event.cpu_memory_usage()))
+                allocations.append((now, event.cpu_memory_usage()))
             elif event.kind() == "push":
                 opened.append((event.name(), now))
             elif event.kind() == "pop" and opened:

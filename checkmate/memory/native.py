@@ -58,8 +58,8 @@ class Source:
     def state(self) -> str:
         """The state in words: whether there is a library, or one could be built."""
         try:
-            if (found := _opened(self.path())) is not None:
-                os.close(found)
+            if (descriptor := _opened(self.path())) is not None:
+                os.close(descriptor)
                 return "built"
             return f"built when first used, by {_compiler()}"
         except Unbuildable as error:
@@ -72,11 +72,10 @@ class Source:
             Unbuildable: if there is no compiler, or it fails.
             OSError: if the library cannot be loaded.
         """
-        # The one that is kept, or a new one, which is kept.
         path = self.path()
         with contextlib.suppress(OSError):  # a damaged one is built anew
-            if (known := self._loaded(path)) is not None:
-                return known
+            if (cached := self._loaded(path)) is not None:
+                return cached
         with tempfile.TemporaryDirectory(prefix="checkmate-") as folder:
             built = Path(folder) / path.name
             self._compile(built)
@@ -92,13 +91,13 @@ class Source:
 
     def _loaded(self, path: Path) -> ctypes.PyDLL | None:
         """Load the library from the very file that was checked, even if it is replaced meanwhile."""
-        found = _opened(path)
-        if found is None:
+        descriptor = _opened(path)
+        if descriptor is None:
             return None
         try:  # open from then on: the linker knows libraries by name
-            library = ctypes.PyDLL(f"/proc/self/fd/{found}")
+            library = ctypes.PyDLL(f"/proc/self/fd/{descriptor}")
         except OSError:
-            os.close(found)
+            os.close(descriptor)
             raise
         for name, result, arguments in self.functions:
             function = getattr(library, f"checkmate_{name}")
@@ -108,10 +107,10 @@ class Source:
     def _compile(self, target: Path) -> None:
         command = [_compiler(), *_flags(), f"-I{_HERE / 'include'}", str(self.file), "-o", str(target)]
         command += [f"-L{_HERE / 'lib'}", *(f"-l{name}" for name in self.links)]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode:
-            said = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr.strip()[:200])
-            raise Unbuildable(f"{command[0]} fails: {said}")
+        run = subprocess.run(command, capture_output=True, text=True, check=False)
+        if run.returncode:
+            fault = next((line for line in run.stderr.splitlines() if "error" in line), run.stderr.strip()[:200])
+            raise Unbuildable(f"{command[0]} fails: {fault}")
 
 
 def _flags() -> list[str]:
@@ -121,8 +120,8 @@ def _flags() -> list[str]:
 def _compiler() -> str:
     named = os.environ.get("CXX")
     for name in [named] if named else COMPILERS:
-        if found := shutil.which(name):
-            return found
+        if path := shutil.which(name):
+            return path
     tried = f"CXX={named}" if named else ", ".join(COMPILERS)
     raise Unbuildable(f"no C++ compiler was found ({tried})")
 
@@ -138,22 +137,22 @@ def _opened(path: Path) -> int | None:
     try:
         if not _is_ours(os.fstat(folder)):
             raise Unbuildable(f"others may write to {path.parent}, where it is kept. Delete that folder")
-        found = os.open(path.name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder)
+        descriptor = os.open(path.name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder)
     except OSError:
         return None
     finally:
         os.close(folder)
     # The file is checked once it is open, so that it is the one that is loaded.
-    about = os.fstat(found)
-    if stat.S_ISREG(about.st_mode) and _is_ours(about):
-        return found
-    os.close(found)
+    status = os.fstat(descriptor)
+    if stat.S_ISREG(status.st_mode) and _is_ours(status):
+        return descriptor
+    os.close(descriptor)
     return None
 
 
-def _is_ours(about: os.stat_result) -> bool:
+def _is_ours(status: os.stat_result) -> bool:
     """Tell whether only this user, or root, can write to a file or folder."""
-    return about.st_uid in (0, os.getuid()) and not about.st_mode & 0o022
+    return status.st_uid in (0, os.getuid()) and not status.st_mode & 0o022
 
 
 log = logging.getLogger("checkmate.memory")
@@ -198,19 +197,19 @@ def start(*, keep: bool = True, level: int = logging.WARNING) -> None:
 
     ``level``: of the line in the log that says why there is none.
     """
-    made = _LIBRARY
+    state = _LIBRARY
 
     def make() -> None:
         try:
-            made.loaded = ARENA.load(keep=keep)
+            state.loaded = ARENA.load(keep=keep)
         except (Unbuildable, OSError) as error:
-            made.failure = str(error)
+            state.failure = str(error)
             log.log(level, "No arena: %s. Steps run with PyTorch's own allocator.", error)
 
-    with made.lock:
-        if made.thread is None:
-            made.thread = threading.Thread(target=make, name="checkmate-build", daemon=True)
-            made.thread.start()
+    with state.lock:
+        if state.thread is None:
+            state.thread = threading.Thread(target=make, name="checkmate-build", daemon=True)
+            state.thread.start()
 
 
 def library() -> ctypes.PyDLL | None:

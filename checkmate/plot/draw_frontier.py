@@ -29,13 +29,13 @@ class MethodLine:
 
 def by_method(rows: Iterable[Row]) -> list[MethodLine]:
     """Lines by method, in the order of the rows."""
-    found: dict[str, list[Row]] = {}
+    rows_of: dict[str, list[Row]] = {}
     for row in rows:
-        found.setdefault(row.method, []).append(row)
+        rows_of.setdefault(row.method, []).append(row)
     lines = []
-    for name, mine in found.items():
-        plans = [(row.peak, row.cost) for row in mine if row.peak is not None]
-        label = name if len(plans) == len(mine) else f"{name} ({len(plans)} of {len(mine)} budgets)"
+    for name, method_rows in rows_of.items():
+        plans = [(row.peak, row.cost) for row in method_rows if row.peak is not None]
+        label = name if len(plans) == len(method_rows) else f"{name} ({len(plans)} of {len(method_rows)} budgets)"
         lines.append(MethodLine(name, label, sorted(set(plans))))
     return lines
 
@@ -82,7 +82,6 @@ def frontier(rows: Iterable[Row], *, ax: Axes | None = None) -> Axes:
     if not rows:
         raise ValueError("There are no rows to draw.")
     ax = axes_of(ax, (8.5, 6))
-    # The plans of each method.
     lines = by_method(rows)
     looks = zip(cycle((BLUE, RED, GREEN, PURPLE, ORANGE, "black", SKY)), cycle(MARKERS), cycle(("-", *LINES)))
     for method, (color, marker, style) in zip((line for line in lines if line.points), looks, strict=False):

@@ -57,7 +57,7 @@ def memory(
     >>> ax.get_title(), [text.get_text() for text in ax.texts]
     ('plain PyTorch: peak 12 B\nstep 4.0 s', ['forward', 'backward', 'budget 13 B', 'peak 12 B\nop2'])
     """
-    line, *others = (timeline(check_plan(one, "draw")[0], one.problem) for one in (solution, *compare))
+    line, *others = (timeline(check_plan(plan, "draw")[0], plan.problem) for plan in (solution, *compare))
     rows = line.by(by)
     ax = axes_of(ax, (10, 5 + 0.35 * len(line.lanes) + (1.3 if line.crossings else 0)))
     from matplotlib.patheffects import Normal, Stroke
@@ -91,8 +91,8 @@ def memory(
     ax.set(xlabel="time since the step began", ylabel="memory in use", title=title)
     handles, labels = ax.get_legend_handles_labels()
     order = [*reversed(range(len(rows))), *range(len(rows), len(labels))]  # as the areas lie upon each other
-    about = ROLE_WORDS if by == "role" else {}
-    words = [f"{labels[i]}: {about[labels[i]]}" if labels[i] in about else labels[i] for i in order]
+    meanings = ROLE_WORDS if by == "role" else {}
+    words = [f"{labels[i]}: {meanings[labels[i]]}" if labels[i] in meanings else labels[i] for i in order]
     ax.legend([handles[i] for i in order], words, loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize="small")
     if line.lanes:
         _links(ax, line)
@@ -102,8 +102,8 @@ def memory(
 def _called(solution: Solution) -> str:
     """The name of a plan: plain PyTorch if it runs each op once and keeps all, else planned within a budget."""
     plan = check_plan(solution, "draw")[0]
-    kept = solution.peak == solution.problem.keep_all_peak and len(plan.runs) == len(solution.problem.graph.ops)
-    if kept and not (plan.moves or plan.started):
+    keeps_all = solution.peak == solution.problem.keep_all_peak and len(plan.runs) == len(solution.problem.graph.ops)
+    if keeps_all and not (plan.moves or plan.started):
         return "plain PyTorch"
     return f"planned within {format_bytes(solution.budget)} ({solution.method})"
 
@@ -149,9 +149,9 @@ def _label(ax: Axes, line: Timeline, budget: str, level: int, longest: float, he
 
 
 def _styles(rows: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
-    known = {"resident": ROLE_STYLES["parameters"], OUTSIDE: ROLE_STYLES["inputs"]}
-    rest = zip(cycle(FILLS), cycle(HATCHES))
-    return {name: known.get(name) or next(rest) for name in rows}
+    fixed = {"resident": ROLE_STYLES["parameters"], OUTSIDE: ROLE_STYLES["inputs"]}
+    looks = zip(cycle(FILLS), cycle(HATCHES))
+    return {name: fixed.get(name) or next(looks) for name in rows}
 
 
 def _links(ax: Axes, line: Timeline) -> None:
@@ -182,15 +182,15 @@ def _links(ax: Axes, line: Timeline) -> None:
     lanes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.05), fontsize="small")
     # The bytes in the second memory.
     if line.crossings:
-        there = strips[1]
+        strip = strips[1]
         changes = [*line.levels, (line.seconds, line.levels[-1][1])]
         seconds, levels = (np.array(column) for column in zip(*changes, strict=True))
-        there.fill_between(seconds, levels, step="post", facecolor="#bcd9ea", edgecolor="black", linewidth=0.7)
+        strip.fill_between(seconds, levels, step="post", facecolor="#bcd9ea", edgecolor="black", linewidth=0.7)
         most = int(levels.max())
-        there.set(ylim=(0, 1.25 * most or 1), ylabel="bytes there")
+        strip.set(ylim=(0, 1.25 * most or 1), ylabel="bytes there")
         words = f"at most {format_bytes(most)}\nin the second memory"
-        there.text(1.02, 0.5, words, va="center", transform=there.transAxes)
-        units(there, x="s", y="B")
+        strip.text(1.02, 0.5, words, va="center", transform=strip.transAxes)
+        units(strip, x="s", y="B")
     # The seconds are written below the lowest only.
     for above in (ax, *strips[:-1]):
         above.tick_params(labelbottom=False)
@@ -217,15 +217,15 @@ def schedule(solution: Solution, *, ax: Axes | None = None) -> Axes:
     # The cells: kept values as a shade, first runs and reruns as marks.
     _, plan = check_plan(solution, "draw")
     again, ops, forward = plan.recomputed, solution.problem.graph.ops, solution.problem.graph.forward_length
-    T, kept = len(again), np.zeros_like(plan.R)  # [t, k]: some value of op k is in memory when stage t begins
+    T, at_hand = len(again), np.zeros_like(plan.R)  # [t, k]: some value of op k is in memory when stage t begins
     for v, value in enumerate(solution.problem.graph.values):
         if value.producer is not None:
-            kept[:, value.producer] |= plan.S[:, v]
+            at_hand[:, value.producer] |= plan.S[:, v]
     ax = axes_of(ax, (7.5, 7.5))
     from matplotlib.colors import LinearSegmentedColormap
 
     shades = LinearSegmentedColormap.from_list("kept", ["white", "#9ecae1"])
-    ax.imshow(_averaged(kept), cmap=shades, vmin=0, vmax=1, extent=(-0.5, T - 0.5, T - 0.5, -0.5), aspect="equal")
+    ax.imshow(_averaged(at_hand), cmap=shades, vmin=0, vmax=1, extent=(-0.5, T - 0.5, T - 0.5, -0.5), aspect="equal")
     cell = 400 / T  # points, about
     ax.scatter(range(T), range(T), s=max(1.0, (0.8 * cell) ** 2), marker="s", c="#222222", lw=0, label="first run")
     t, k = np.nonzero(np.tril(plan.R, -1))

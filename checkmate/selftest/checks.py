@@ -100,7 +100,7 @@ class Finding:
 
     @property
     def verdict(self) -> str:
-        """Whether the check "passed", "failed" or was "skipped"."""
+        """The verdict in a word: "passed", "failed" or "skipped"."""
         return VERDICTS[self.passed]
 
     def __str__(self) -> str:
@@ -156,18 +156,18 @@ def _run(context: Any, setting: Setting, limit: float, item: tuple[str, Check]) 
             finding = Finding(False, f"it had not ended after {limit:g} s", f"Try --time-limit {2 * limit:g}. {REPORT}")
         else:
             finding = Finding(False, f"its process died (exit code {code})")
-        printed = folder / "printed"
-        said = printed.read_text(errors="replace")[-LAST:] if printed.exists() else ""
-    facts = {**finding.facts, **({"printed": said} if said and finding.passed is False else {})}
-    about = (inspect.getdoc(getattr(check, "func", check)) or "").partition("\n")[0]
-    return replace(finding, name=name, checked=about, facts=facts, seconds=time.monotonic() - began)
+        file = folder / "printed"
+        output = file.read_text(errors="replace")[-LAST:] if file.exists() else ""
+    facts = {**finding.facts, **({"printed": output} if output and finding.passed is False else {})}
+    summary = (inspect.getdoc(getattr(check, "func", check)) or "").partition("\n")[0]
+    return replace(finding, name=name, checked=summary, facts=facts, seconds=time.monotonic() - began)
 
 
 def _child(check: Check, setting: Setting, folder: Path) -> None:
     """Run a check with its output in a file; costs of ops are measured anew and not kept."""
-    printed = os.open(folder / "printed", os.O_WRONLY | os.O_CREAT)
-    os.dup2(printed, 1)
-    os.dup2(printed, 2)
+    descriptor = os.open(folder / "printed", os.O_WRONLY | os.O_CREAT)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
     os.environ["CHECKMATE_CACHE_DIR"] = str(folder / "cache")
     try:
         finding = check(setting)
@@ -209,21 +209,21 @@ def versions(setting: Setting) -> Finding:
     device = setting.device
     facts: dict[str, Any] = {"checkmate": __version__, "python": platform.python_version(), "torch": torch.__version__}
     facts |= {"tried": f"{TRIED[0]} to {TRIED[-1]}", "system": f"{platform.system()} {platform.machine()}"}
-    shown = [f"PyTorch {torch.__version__}" + ("" if is_tried() else ", which has not been tried: steps are compared")]
+    words = [f"PyTorch {torch.__version__}" + ("" if is_tried() else ", which has not been tried: steps are compared")]
     if device.type == "cuda":
-        about = torch.cuda.get_device_properties(device)
+        card = torch.cuda.get_device_properties(device)
         driver = None
         if (tool := shutil.which("nvidia-smi")) is not None:
-            asked = [tool, "--query-gpu=driver_version", "--format=csv,noheader"]
-            driver = subprocess.run(asked, capture_output=True, text=True, check=False).stdout.partition("\n")[0]
+            command = [tool, "--query-gpu=driver_version", "--format=csv,noheader"]
+            driver = subprocess.run(command, capture_output=True, text=True, check=False).stdout.partition("\n")[0]
         facts |= {"cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version(), "driver": driver or None}
-        facts |= {"device": about.name, "capability": f"{about.major}.{about.minor}", "bytes": about.total_memory}
+        facts |= {"device": card.name, "capability": f"{card.major}.{card.minor}", "bytes": card.total_memory}
         settings = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF")
         facts |= {"allocator": settings or "as PyTorch has it"}
-        shown += [f"{name} {facts[name]}" for name in ("cuda", "cudnn", "driver", "device", "capability", "allocator")]
+        words += [f"{name} {facts[name]}" for name in ("cuda", "cudnn", "driver", "device", "capability", "allocator")]
     facts["threads"] = torch.get_num_threads()
     works = torch.ones(1000, device=device).sum().item() == 1000
-    return Finding(works, ", ".join(shown), "The device does not add: look at its driver.", facts)
+    return Finding(works, ", ".join(words), "The device does not add: look at its driver.", facts)
 
 
 def ops_of(name: str, setting: Setting) -> Finding:
@@ -232,15 +232,13 @@ def ops_of(name: str, setting: Setting) -> Finding:
     Raises:
         RuntimeError: naming the op that has stopped the device.
     """
-    # The distinct ops of the step that run alone.
     _, step, batch = network(name, setting)
     device = setting.device
     problem = trace(step, *batch, profile=f"roofline:{kind_of(device).like}")  # it measures nothing
-    distinct = {key_of(node): node for node in joint_of(problem).nodes if node is not None and runs_alone(node)}
+    nodes_by_key = {key_of(node): node for node in joint_of(problem).nodes if node is not None and runs_alone(node)}
     rows: list[dict[str, Any]] = []
-    # Measure, repeat and overwrite each.
     with torch.no_grad():
-        for key, node in distinct.items():
+        for key, node in nodes_by_key.items():
             with same_random_state(device):
                 cost = dict(measure_ops({0: node})).get(0)
             row: dict[str, Any] = {"op": target_name(node), "key": key, "seconds": None, "bytes": None, "ways": {}}
@@ -249,18 +247,17 @@ def ops_of(name: str, setting: Setting) -> Finding:
                 row |= {"seconds": cost.seconds, "bytes": cost.allocated_bytes, "ways": ways}
             repeats = cost is None or _repeats(node, device)
             rows.append({**row, "repeats": repeats, "may waver": is_unordered(node)})
-    # Failures, and known variation.
     fails = sorted({row["op"] for row in rows if row["seconds"] is None})
     strays = sorted({row["op"] for row in rows if not row["repeats"] and not row["may waver"]})
     waver = sorted({row["op"] for row in rows if not row["repeats"]} - {*strays})
-    kept = [keeps for row in rows for keeps in row["ways"].values()]
-    found = [f"{sum(row['seconds'] is not None for row in rows)} of {len(rows)} ops measured"]
-    found += [f"do not run by themselves: {', '.join(fails)}"] if fails else []
-    found += [f"do not repeat their bits: {', '.join(strays)}"] if strays else []
-    found += [f"waver, as is known: {', '.join(waver)}"] if waver else []
-    found += [f"{sum(kept)} of {len(kept)} ways to write over an argument keep the bits"]
+    verdicts = [keeps for row in rows for keeps in row["ways"].values()]
+    words = [f"{sum(row['seconds'] is not None for row in rows)} of {len(rows)} ops measured"]
+    words += [f"do not run by themselves: {', '.join(fails)}"] if fails else []
+    words += [f"do not repeat their bits: {', '.join(strays)}"] if strays else []
+    words += [f"waver, as is known: {', '.join(waver)}"] if waver else []
+    words += [f"{sum(verdicts)} of {len(verdicts)} ways to write over an argument keep the bits"]
     advice = f"Gradients differ from run to run: set torch.use_deterministic_algorithms(True). {REPORT}"
-    return Finding(not (fails or strays), "; ".join(found), advice if strays else REPORT, {"ops": rows})
+    return Finding(not (fails or strays), "; ".join(words), advice if strays else REPORT, {"ops": rows})
 
 
 def _repeats(node: fx.Node, device: torch.device) -> bool:
@@ -279,40 +276,40 @@ def _repeats(node: fx.Node, device: torch.device) -> bool:
 
 def dropout(setting: Setting) -> Finding:
     """Draw masks, and redraw them from the kept generator state: same bits, and the generator unchanged."""
-    device, wrong, cases = setting.device, [], [*itertools.product(SHAPES, (0.1, 0.5), HALF_AND_FULL)]
+    device, failures, cases = setting.device, [], [*itertools.product(SHAPES, (0.1, 0.5), HALF_AND_FULL)]
     for shape, p, dtype in cases:
         x = torch.randn(shape, device=device).to(dtype)
         if device.type == "cpu":
-            kept, mask_of = random_draws.save_state(x), (tuple(shape), p)
-            first = [random_draws.draw_saved(kept, *mask_of), torch.get_rng_state()]
-            again = [random_draws.draw_again(kept, *mask_of), torch.get_rng_state()]
+            state, mask_of = random_draws.save_state(x), (tuple(shape), p)
+            first = [random_draws.draw_saved(state, *mask_of), torch.get_rng_state()]
+            again = [random_draws.draw_again(state, *mask_of), torch.get_rng_state()]
         else:
-            given: dict[str, Any] = {"on": device, "saved": random_draws.save_device_state(device)}
+            keywords: dict[str, Any] = {"on": device, "saved": random_draws.save_device_state(device)}
             draw = random_draws.Drawn(torch.ops.aten.native_dropout.default)
-            first = [*draw(x, p, True, **given), random_draws.save_device_state(device)]
-            again = [*random_draws.drawn_again(draw)(x, p, True, **given), random_draws.save_device_state(device)]
+            first = [*draw(x, p, True, **keywords), random_draws.save_device_state(device)]
+            again = [*random_draws.drawn_again(draw)(x, p, True, **keywords), random_draws.save_device_state(device)]
         if not all(map(same_bytes, first, again)):
-            wrong.append(f"{shape} {dtype} at {p}")
+            failures.append(f"{shape} {dtype} at {p}")
         torch.rand(7, device=device)  # moves the generator on
-    found = f"{len(cases) - len(wrong)} of {len(cases)} masks drawn again with the same bits"
+    message = f"{len(cases) - len(failures)} of {len(cases)} masks drawn again with the same bits"
     advice = f"Steps are right all the same: such a dropout runs once, and takes more memory. {REPORT}"
-    return Finding(not wrong, found, advice, {"wrong": wrong})
+    return Finding(not failures, message, advice, {"wrong": failures})
 
 
 def attention(setting: Setting) -> Finding:
     """Run each attention kernel and its backward repeatedly: they repeat, or waver on a GPU where that is known."""
-    device, found, strays = setting.device, {}, []
+    device, results, strays = setting.device, {}, []
     length = 256 if setting.quick else 1024
     for dtype in HALF_AND_FULL:
         for backend in (b for name, b in SDPBackend.__members__.items() if name not in ("ERROR", "OVERRIDEABLE")):
             name = f"{backend.name.lower().removesuffix('_attention')} {str(dtype).removeprefix('torch.')}"
-            found[name] = repeats = _attention_repeats(backend, dtype, device, length)
+            results[name] = repeats = _attention_repeats(backend, dtype, device, length)
             if repeats is False and (backend is SDPBackend.MATH or not may_waver(device)):
                 strays.append(name)
     verdicts = {True: "repeat", False: "waver", None: "not here"}
-    named = {verdict: ", ".join(name for name, r in found.items() if r is verdict) or "none" for verdict in verdicts}
-    said = "; ".join(f"{verdicts[verdict]}: {names}" for verdict, names in named.items())
-    return Finding(not strays, said, facts={"repeats": found, "strays": strays})
+    named = {verdict: ", ".join(name for name, r in results.items() if r is verdict) or "none" for verdict in verdicts}
+    message = "; ".join(f"{verdicts[verdict]}: {names}" for verdict, names in named.items())
+    return Finding(not strays, message, facts={"repeats": results, "strays": strays})
 
 
 def _attention_repeats(backend: Any, dtype: torch.dtype, device: torch.device, length: int) -> bool | None:
@@ -355,8 +352,8 @@ def copies(setting: Setting) -> Finding:
     finally:
         store.close()
     rates = f"{links.send / 1e9:.2f} GB/s there, {links.fetch / 1e9:.2f} back, {links.latency * 1e6:.0f} us at least"
-    found = f"{rates}; {'the same' if same else 'OTHER'} bits"
-    return Finding(same, found, "Do not use host_budget on this machine. Please report it.", asdict(links))
+    message = f"{rates}; {'the same' if same else 'OTHER'} bits"
+    return Finding(same, message, "Do not use host_budget on this machine. Please report it.", asdict(links))
 
 
 def homes(setting: Setting) -> Finding:
@@ -369,10 +366,10 @@ def homes(setting: Setting) -> Finding:
     models, x = (copy.deepcopy(model).to(device), model), torch.randn(64, width, device=device)
     states: list[list[Tensor]] = []
     peak = planned = 0
-    for one, place in zip(models, ({}, {"device": device, "host_budget": 48 * width * width * 4}), strict=True):
-        optimizer, where = torch.optim.AdamW(one.parameters()), dict[str, Any](place)
+    for net, place in zip(models, ({}, {"device": device, "host_budget": 48 * width * width * 4}), strict=True):
+        optimizer, where = torch.optim.AdamW(net.parameters()), dict[str, Any](place)
         step = training_step(
-            lambda x, one=one: one(x).square().mean(), optimizer, time_limit=_plan_seconds(setting), **where
+            lambda x, net=net: net(x).square().mean(), optimizer, time_limit=_plan_seconds(setting), **where
         )
         for _ in range(3):
             use = measure_peak(partial(step, x), device)
@@ -380,12 +377,12 @@ def homes(setting: Setting) -> Finding:
         peak, planned = (use.before or 0) + use.peak, step.plans[0].peak or 0
     same = all(same_bytes(a.detach().cpu(), b.detach().cpu()) for a, b in zip(*states, strict=True))
     at_home = {t.device.type for t in states[1]} == {"cpu"}
-    found = (
+    message = (
         f"{'the same' if same else 'OTHER'} bits, {'on the CPU' if at_home else 'NOT ON THE CPU'} between calls; "
         f"predicted {format_bytes(planned)}, measured {format_bytes(peak)}"
     )
     facts = {"predicted": planned, "measured": peak}
-    return Finding(same and at_home and peak <= planned, found, f"Do not use device=. {REPORT}", facts)
+    return Finding(same and at_home and peak <= planned, message, f"Do not use device=. {REPORT}", facts)
 
 
 def _plan_seconds(setting: Setting) -> float:
@@ -427,11 +424,11 @@ def capacity(setting: Setting) -> Finding:
         torch.cuda.set_per_process_memory_fraction(1.0, device)
     same = ours is not None and same_bytes(ours, expected)
     facts = {"limit": limit, "budget": budget, "plain": most, "plain fits": plain is not None, "ours fits": same}
-    found = (
+    message = (
         f"limit {format_bytes(limit)}: plain PyTorch {'runs out of memory' if plain is None else 'FITS'}, a plan for "
         f"{format_bytes(budget)} {'trains, with the same loss' if same else 'DOES NOT TRAIN'}"
     )
-    return Finding(plain is None and same, found, f"Leave more room: reserve= when you compile. {REPORT}", facts)
+    return Finding(plain is None and same, message, f"Leave more room: reserve= when you compile. {REPORT}", facts)
 
 
 def within_budgets(name: str, setting: Setting, *, exact: bool = False) -> Finding:
@@ -474,8 +471,8 @@ def _said(row: dict[str, Any]) -> str:
         return f"{head} {row['error'].splitlines()[0]}"
     bits = "the same bits" if not row["spread"] else f"plain PyTorch within its spread, {row['spread']:.3g}"
     names = [name for name in ("predicted", "measured", "allocated", "reserved") if row[name] is not None]
-    said = [f"{head} {bits}", *(f"{name} {format_bytes(row[name])}" for name in names)]
-    return ", ".join([*said, *([f"{row['ratio']:.2f} times plain"] if "ratio" in row else []), *row.get("parts", ())])
+    parts = [f"{head} {bits}", *(f"{name} {format_bytes(row[name])}" for name in names)]
+    return ", ".join([*parts, *([f"{row['ratio']:.2f} times plain"] if "ratio" in row else []), *row.get("parts", ())])
 
 
 CHECKS: dict[str, Check] = {

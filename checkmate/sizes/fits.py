@@ -132,35 +132,34 @@ def fits(
         raise TypeError("checkmate.fits takes what gives the loss, and the optimizer, not a training step of both.")
     place = TargetDevice.of(device, budget, (fn, batch, named))
     if host_budget is not None:
-        there = place.host(host)
-        if host is not None or there is None:
+        second_memory = place.host(host)
+        if host is not None or second_memory is None:
             raise ValueError("host_budget= is for a GPU that device= names: else give host=checkmate.Host(...) alone.")
-        host = replace(there, budget=parse_budget(host_budget))
+        host = replace(second_memory, budget=parse_budget(host_budget))
     with ExitStack() as stack, showing("looking whether it fits"), collecting_seldom():
         # Replace tensors by meta tensors if the step is for another device, and make it a whole training step.
         stand_ins = StandIns()
-        given = [] if optimizer is None else [optimizer] if isinstance(optimizer, optim.Optimizer) else [*optimizer]
+        optims = [] if optimizer is None else [optimizer] if isinstance(optimizer, optim.Optimizer) else [*optimizer]
         if place.device is not None:
             stack.enter_context(stand_ins.in_modules((fn, batch, named)))
             batch, named = stand_ins.within((batch, named))
-            given = [stand_ins.optimizer(one) if isinstance(one, optim.Optimizer) else one for one in given]
-        given = given or [optim.AdamW(trained((fn, batch, named)))]
-        whole = training_step(loss_of(fn), given, budget=max(1, place.room))
+            optims = [stand_ins.optimizer(o) if isinstance(o, optim.Optimizer) else o for o in optims]
+        optims = optims or [optim.AdamW(trained((fn, batch, named)))]
+        whole = training_step(loss_of(fn), optims, budget=max(1, place.room))
 
         def batch_of(size: int) -> Batch:
             if make_batch is None:
                 return scaled((batch, named), size)
-            other = arguments_of(make_batch(size))
-            return other if place.device is None else StandIns().within(other)
+            arguments = arguments_of(make_batch(size))
+            return arguments if place.device is None else StandIns().within(arguments)
 
-        # Trace it.
         as_traced = problem = trace(whole, *batch, profile=place.profile, **named)
         if kernels != "eager":
             problem = trace(whole, *batch, profile=place.profile, kernels=kernels, **named)
         traced, deadline = time.perf_counter(), began + time_limit
         seconds = max(LEAST_SECONDS, (deadline - traced) / PARTS_OF_TIME)
         # See whether plain PyTorch fits; else find a way that does.
-        of_update = update_bytes(given, at_once=place.is_gpu)
+        of_update = update_bytes(optims, at_once=place.is_gpu)
         as_it_is = as_plain(as_traced, of_update)
         plain = parts_of(as_it_is)
         plainly = plain.peak <= place.room
@@ -179,9 +178,9 @@ def fits(
             try:
                 size, why_none = size_of((batch, named)), ""
 
-                def sized(kernels: Kernels, known: Problem) -> SizedProblems:
+                def sized(kernels: Kernels, traced_problem: Problem) -> SizedProblems:
                     options = Options(profile=place.profile, kernels=kernels)
-                    return SizedProblems(SizedSteps(lambda size: whole, batch_of, options), {size: known})
+                    return SizedProblems(SizedSteps(lambda size: whole, batch_of, options), {size: traced_problem})
 
                 plainly_sized = sized("eager", as_traced)
                 problems = plainly_sized if kernels == "eager" else sized(kernels, problem)
@@ -200,7 +199,7 @@ def fits(
             place, plain.peak, as_traced.keep_all_cost, ways, best, largest, held, amount_of((batch, named))
         ),
         code=line_of_code(fn, best, kernels, plainly=plainly, room=place.room),
-        optimizer=f"{', '.join(type(one).__name__ for one in given)}{' (none was given)' if optimizer is None else ''}",
+        optimizer=f"{', '.join(type(o).__name__ for o in optims)}{' (none was given)' if optimizer is None else ''}",
         plain=plain,
         kept=parts_of(problem),
         plain_seconds=as_traced.keep_all_cost,
@@ -263,19 +262,19 @@ def verdict(
         least = min((way.smallest for way in ways if way.smallest is not None), default=plain_peak)
         smaller = f"; a batch of {sizes.planned} does" if sizes is not None and sizes.planned else ""
         proven = all(way.bound is None or way.bound > place.budget for way in ways)
-        found = "the smallest budget" if proven else "the smallest budget found"
+        claim = "the smallest budget" if proven else "the smallest budget found"
         return (
-            f"It does not fit {place.name}: there is room for {room}, plain PyTorch takes about {needs}, and {found} "
+            f"It does not fit {place.name}: there is room for {room}, plain PyTorch takes about {needs}, and {claim} "
             f"of any way is {format_bytes(least, up=True)}{smaller}."
         )
     # It fits planned: at which price.
     took, plain_took = format_seconds(best.seconds or 0.0), format_seconds(plain_seconds)
     if best.name == WITH_HOMES and best.solution is not None:
-        memory, there = format_bytes(best.host_bytes or 0, up=True), format_bytes(best.solution.problem.homes_bytes)
+        memory, at_home = format_bytes(best.host_bytes or 0, up=True), format_bytes(best.solution.problem.homes_bytes)
         speed, most = math.floor(100 * (best.speed or 0)) / 100, math.ceil(100 * (best.speed_bound or 1)) / 100
         return (
             f"It fits {place.name} with {memory} of {place.second_memory}, at {speed:.2f} of the speed of a device "
-            f"that holds it (no plan above {most:.2f}){held.condition}: {there} of parameters and states are at home "
+            f"that holds it (no plan above {most:.2f}){held.condition}: {at_home} of parameters and states are at home "
             f"there, and the step takes {format_bytes(best.peak or 0)} of the {room} that there is room for, where "
             f"plain PyTorch takes about {needs}{held.clause}; it takes about {took} for {amount}."
         )
@@ -327,9 +326,9 @@ def notes(
             "allocator holds: memory of the device that PyTorch's caching allocator has, by its rules, as nvidia-smi "
             "shows it beside CUDA's context: the step's tensors, and gaps between them that none of them fits"
         )
-    if {WITH_HOST, WITH_HOMES} & looked_at and (there := place.host(host)) is not None:
+    if {WITH_HOST, WITH_HOMES} & looked_at and (second_memory := place.host(host)) is not None:
         beside = ", beside what is at home there" * (WITH_HOMES in looked_at)
-        yield f"second memory: {there}{'' if host is not None else f' (assumed{beside})'}"
+        yield f"second memory: {second_memory}{'' if host is not None else f' (assumed{beside})'}"
     if make_batch is None and largest is not None:
         yield "sizes of the batch scale the first dimension that all its tensors share"
 
@@ -349,14 +348,14 @@ def ways_of(
     Once one ``fits``, as plain PyTorch may, the others are looked at only if ``everything`` is asked for, and then
     none that would go on beyond the deadline if it took as long as the longest before it.
     """
-    there = place.host(host)
+    memory = place.host(host)
     homes = homes_of(problem)
     sizes = sum(problem.graph.values[v].size_bytes for v in homes)
-    with_homes = there if there is None or host is not None else replace(there, budget=there.budget + sizes)
+    with_homes = memory if memory is None or host is not None else replace(memory, budget=memory.budget + sizes)
     can_be_there = with_homes is not None and 0 < sizes <= with_homes.budget
     hopeless = problem.resident > place.budget and can_be_there and not everything  # with the model here
     ways: list[MemoryOption] = []
-    known: MemoryOption | None = None  # the last way that was looked at
+    last_way: MemoryOption | None = None  # that was looked at
     longest = 0.0
     for name in NAMES:
         began, why_not = time.perf_counter(), ""
@@ -367,7 +366,7 @@ def ways_of(
             why_not = "not looked at, for want of time"
         elif name == IN_PARTS and (problem.next_split is None or problem.next_split() is None):
             why_not = "no loss that would help"
-        elif name in (WITH_HOST, WITH_HOMES) and there is None:
+        elif name in (WITH_HOST, WITH_HOMES) and memory is None:
             why_not = "give host=checkmate.Host(...)"
         elif name == WITH_HOMES and not can_be_there:
             why_not = f"{format_bytes(sizes)} would be at home there" if sizes else "nothing of 1 MiB to be there"
@@ -376,32 +375,32 @@ def ways_of(
         if why_not:
             ways.append(MemoryOption(name, {}, None, None, fits=False, why_not=why_not))
             continue
-        one, options = replace(problem, next_split=None) if name == RECOMPUTATION else problem, {}
-        if name == WITH_HOST and there is not None:
-            one, options = problem.with_host(there), {"host_budget": f'"{written(there.budget)}"'}
+        variant, options = replace(problem, next_split=None) if name == RECOMPUTATION else problem, {}
+        if name == WITH_HOST and memory is not None:
+            variant, options = problem.with_host(memory), {"host_budget": f'"{written(memory.budget)}"'}
         if name == WITH_HOMES and with_homes is not None:
-            ways.append(model_there(problem.with_host(with_homes).with_homes(homes), place, known, seconds))
+            ways.append(model_there(problem.with_host(with_homes).with_homes(homes), place, last_way, seconds))
             continue
         # The smallest budget: that of an earlier way will do, and a plan at the bound is often found where other
         # searches had no time.
-        ends = min_budget(one, time_limit=seconds)
-        smallest = ends.peak if known is None else min(ends.peak, known.smallest or ends.peak)
+        ends = min_budget(variant, time_limit=seconds)
+        smallest = ends.peak if last_way is None else min(ends.peak, last_way.smallest or ends.peak)
         if not ends.proven:
-            smallest = min(smallest, planned(one, ends.bound, seconds).peak or smallest)
+            smallest = min(smallest, planned(variant, ends.bound, seconds).peak or smallest)
         # The plan, for the room or that budget; without a host that of an earlier way will do.
-        if known is not None and known.fits and known.solution is not None and one.host is None:
-            solution = known.solution
+        if last_way is not None and last_way.fits and last_way.solution is not None and variant.host is None:
+            solution = last_way.solution
         else:
             budget = place.budget if ends.bound <= place.budget else smallest
-            solution = planned(one, budget, PATIENCE, improve=seconds)
+            solution = planned(variant, budget, PATIENCE, improve=seconds)
             if solution.peak is None:
-                solution = planned(one, smallest, PATIENCE)
+                solution = planned(variant, smallest, PATIENCE)
         smallest = min(smallest, solution.peak or smallest)
         fits_here = solution.peak is not None and solution.peak <= place.budget
         why_not = "" if solution.peak is not None else "no plan found in time"
         reserved = place.reserved_for(solution)
-        known = MemoryOption(name, options, smallest, ends.bound, fits_here, solution, reserved, why_not)
-        ways.append(known)
+        last_way = MemoryOption(name, options, smallest, ends.bound, fits_here, solution, reserved, why_not)
+        ways.append(last_way)
         longest = max(longest, time.perf_counter() - began)
     return ways
 
@@ -417,11 +416,11 @@ def homes_of(problem: Problem) -> list[int]:
     ]
 
 
-def model_there(problem: Problem, place: TargetDevice, known: MemoryOption | None, seconds: float) -> MemoryOption:
+def model_there(problem: Problem, place: TargetDevice, last_way: MemoryOption | None, seconds: float) -> MemoryOption:
     """The way to have at home in a second memory what a problem has there, with a plan soon, and the linear bound."""
     # The step, or its first split, which leaves more room for transfers: the better first plan, improved.
     firsts = [
-        planned(replace(one, next_split=None), place.budget, PATIENCE) for one in islice(problem.splits_in_turn(), 2)
+        planned(replace(step, next_split=None), place.budget, PATIENCE) for step in islice(problem.splits_in_turn(), 2)
     ]
     solution = min(firsts, key=lambda first: first.cost)
     if solution.plan is None:
@@ -434,17 +433,17 @@ def model_there(problem: Problem, place: TargetDevice, known: MemoryOption | Non
     if smallest is None:
         ends = min_budget(problem, time_limit=seconds)
         smallest, solution = ends.peak, planned(problem, ends.peak, PATIENCE)
-    smallest = min(smallest, (known and known.smallest) or smallest)
+    smallest = min(smallest, (last_way and last_way.smallest) or smallest)
     fits_here = solution.peak is not None and solution.peak <= place.budget
     least = keep_homes(Task(solution.problem, solution.budget, Clock(PATIENCE)))[1]  # whatever is kept here
-    there = solution.second_memory.peak if solution.second_memory is not None else problem.homes_bytes
-    options = {"host_budget": f'"{format_bytes(there, up=True)}"'}
+    at_home = solution.second_memory.peak if solution.second_memory is not None else problem.homes_bytes
+    options = {"host_budget": f'"{format_bytes(at_home, up=True)}"'}
     options |= {"device": '"cuda"'} if place.is_gpu else {"host": 'f"file:{folder}"'}
     why_not, full = "" if solution.peak is not None else "no plan found in time", problem.keep_all_cost
     return MemoryOption(
         *(WITH_HOMES, options, smallest, None if ends is None else ends.bound, fits_here, solution),
         *(place.reserved_for(solution), why_not),
-        host_bytes=there,
+        host_bytes=at_home,
         speed=full / solution.cost if solution.cost > 0 else 1.0,
         speed_bound=min(1.0, full / least) if least > 0 else 1.0,
     )
@@ -453,7 +452,7 @@ def model_there(problem: Problem, place: TargetDevice, known: MemoryOption | Non
 def largest_sizes(
     of_plain: Callable[[int], Problem],
     problems: Callable[[int], Problem],
-    given: int,
+    size: int,
     room: int,
     *,
     update_bytes: int,
@@ -463,27 +462,27 @@ def largest_sizes(
 
     Args:
         of_plain: the step of a size as it is traced; ``problems`` with the kernels of a planned one.
-        given: the size of the batch that was looked at.
+        size: that of the batch that was looked at.
         update_bytes: that the update of plain PyTorch takes, as for `as_plain`.
         deadline: of `time.perf_counter`; a size that is found until then is the answer.
     """
 
-    def search(of: Callable[[int], Problem], method: str, hint: int, low: Attempt | None = None) -> SizeSearch:
-        one = SizeSearch(of, room, ONE_FORWARD, deadline, TRY_SECONDS, method, hint=hint, low=low)
-        one.run()
-        return one
+    def search(problem_of: Callable[[int], Problem], method: str, hint: int, low: Attempt | None = None) -> SizeSearch:
+        result = SizeSearch(problem_of, room, ONE_FORWARD, deadline, TRY_SECONDS, method, hint=hint, low=low)
+        result.run()
+        return result
 
-    plain = search(lambda n: as_plain(of_plain(n), update_bytes), KEEP_ALL, given)
-    kept = search(problems, KEEP_ALL, plain.low.size if plain.low else given)
-    best = search(problems, AUTO, kept.low.size if kept.low else given, kept.low)
-    searches = plain, kept, best
+    plain = search(lambda n: as_plain(of_plain(n), update_bytes), KEEP_ALL, size)
+    keep_all = search(problems, KEEP_ALL, plain.low.size if plain.low else size)
+    best = search(problems, AUTO, keep_all.low.size if keep_all.low else size, keep_all.low)
+    searches = plain, keep_all, best
     sizes = dict(
-        zip(("plain", "keep_all", "planned"), (one.low.size if one.low else 0 for one in searches), strict=True)
+        zip(("plain", "keep_all", "planned"), (run.low.size if run.low else 0 for run in searches), strict=True)
     )
-    checked = all(one.low is None or not one.is_open for one in searches)
-    found = None if best.low is None else best.low.solution
-    seconds, overhead = (None, None) if found is None else (found.cost, found.recomputation)
-    return LargestSizes(given, **sizes, checked=checked, seconds=seconds, overhead=overhead)
+    checked = all(run.low is None or not run.is_open for run in searches)
+    solution = None if best.low is None else best.low.solution
+    seconds, overhead = (None, None) if solution is None else (solution.cost, solution.recomputation)
+    return LargestSizes(size, **sizes, checked=checked, seconds=seconds, overhead=overhead)
 
 
 def planned(problem: Problem, budget: int, patience: float, *, improve: float = 0.0) -> Solution:
@@ -530,24 +529,24 @@ class TargetDevice:
     @classmethod
     def of(cls, name: str | None, budget: Bytes | None, reach: Any) -> TargetDevice:
         """The device of a name, or the one here."""
-        asked = None if budget is None else parse_budget(budget)
+        budget_bytes = None if budget is None else parse_budget(budget)
         if name is None:
             held = {storage(t): t.untyped_storage().nbytes() for t in tensors_within(reach) if not is_fake(t)}
-            here = main_device(tensors_within(reach))
-            there_is = available(here, sum(held.values()))
-            room, total = there_is.bytes if asked is None else asked, there_is.limit.total
-            here_is = "this machine's CPU" if here.type == "cpu" else f"the {here.type} device here"
-            return cls(here_is, room, total, None, "measure", kind_of(here).block_bytes, here.type != "cpu")
+            own_device = main_device(tensors_within(reach))
+            memory = available(own_device, sum(held.values()))
+            room, total = memory.bytes if budget_bytes is None else budget_bytes, memory.limit.total
+            title = "this machine's CPU" if own_device.type == "cpu" else f"the {own_device.type} device here"
+            return cls(title, room, total, None, "measure", kind_of(own_device).block_bytes, own_device.type != "cpu")
         device = device_named(name)
-        if asked is None and not device.room:
+        if budget_bytes is None and not device.room:
             raise BudgetError(f"How much memory a {device.name} has is not known: name the bytes, budget='16 GB'.")
-        about = device.memory_bytes, device, f"roofline:{name}", device.block_bytes, device.capability is not None
-        return cls(device.name, device.room if asked is None else asked, *about)
+        facts = device.memory_bytes, device, f"roofline:{name}", device.block_bytes, device.capability is not None
+        return cls(device.name, device.room if budget_bytes is None else budget_bytes, *facts)
 
-    def host(self, asked: Host | None) -> Host | None:
+    def host(self, host: Host | None) -> Host | None:
         """The second memory that is asked for, or the one beside a GPU."""
-        if asked is not None or self.device is None or not self.is_gpu:
-            return asked
+        if host is not None or self.device is None or not self.is_gpu:
+            return host
         rate = HOST_SHARE * self.device.host_link
         return Host(HOST_BYTES, send=rate, fetch=rate)
 

@@ -56,8 +56,8 @@ class MemoryOption:
         """Its numbers and text as a dict."""
         names = ["name", "smallest", "bound", "fits", "budget", "peak", "overhead", "seconds", "reserved", "why_not"]
         names += [] if self.host_bytes is None else ["host_bytes", "speed", "speed_bound"]
-        about = {name: getattr(self, name) for name in names}
-        return {**about, "splits": [*(self.solution.problem.splits if self.solution is not None else ())]}
+        facts = {name: getattr(self, name) for name in names}
+        return {**facts, "splits": [*(self.solution.problem.splits if self.solution is not None else ())]}
 
 
 @dataclass(frozen=True)
@@ -118,26 +118,26 @@ class Fits(Printed):
         names += ["plain_seconds", "plain_reserved", "why_no_largest", "trace_seconds", "seconds"]
         parts = {name: {**dict(part), "peak": part.peak} for name, part in (("plain", self.plain), ("kept", self.kept))}
         largest = None if self.largest is None else vars(self.largest)
-        about = {name: getattr(self, name) for name in names}
-        return {**about, **parts, "ways": self.records(), "largest": largest, "notes": [*self.notes]}
+        facts = {name: getattr(self, name) for name in names}
+        return {**facts, **parts, "ways": self.records(), "largest": largest, "notes": [*self.notes]}
 
     def _title(self) -> str:
         return self.verdict
 
     def _facts(self) -> Iterator[tuple[str, str]]:
         yield "write", self.code
-        of = f" of its {format_bytes(self.memory_bytes)}" if self.memory_bytes else ""
-        yield "device", f"{self.device}, where a step may take {format_bytes(self.room)}{of}"
+        share = f" of its {format_bytes(self.memory_bytes)}" if self.memory_bytes else ""
+        yield "device", f"{self.device}, where a step may take {format_bytes(self.room)}{share}"
         yield "optimizer", self.optimizer
         if self.why_no_largest == NOT_ASKED:
             yield "more", "everything=True (--everything) looks at all ways to take less, and for the largest batch"
-        elif (one := self.largest) is None:
+        elif (sizes := self.largest) is None:
             yield "largest batch", self.why_no_largest
         else:
-            more = "" if one.checked else "; larger ones were not looked at, for want of time"
-            recomputed = f" ({one.overhead:+.0%} recomputation)" if one.overhead else ""
-            sizes = f"{one.plain} plainly, {one.keep_all} with nothing run twice, {one.planned} planned{recomputed}"
-            yield "largest batch", f"{sizes}; this batch has {one.given}{more}"
+            more = "" if sizes.checked else "; larger ones were not looked at, for want of time"
+            recomputed = f" ({sizes.overhead:+.0%} recomputation)" if sizes.overhead else ""
+            text = f"{sizes.plain} plainly, {sizes.keep_all} with nothing run twice, {sizes.planned} planned"
+            yield "largest batch", f"{text}{recomputed}; this batch has {sizes.given}{more}"
         for note in self.notes:
             yield "note", note
         yield "found in", f"{format_seconds(self.seconds)}, of which tracing took {format_seconds(self.trace_seconds)}"

@@ -70,8 +70,8 @@ class LargestBatch(Listed[SizePoint]):
         names = ["size", "budget", "max_overhead", "keep_all", "next_size", "cut_short", "measured_peak", "seconds"]
         names += [] if self.tokens is None else ["tokens"]
         best = {name: None if point is None else point.record() for name, point in self.baselines.items()}
-        about = {name: getattr(self, name) for name in [*names, "ended"]}
-        return {**about, "points": self.records(), "fastest": self.fastest.record(), "baselines": best}
+        facts = {name: getattr(self, name) for name in [*names, "ended"]}
+        return {**facts, "points": self.records(), "fastest": self.fastest.record(), "baselines": best}
 
     def _title(self) -> str:
         if self.max_overhead is None:
@@ -101,12 +101,12 @@ class LargestBatch(Listed[SizePoint]):
         yield "found in", f"{format_seconds(self.seconds)}{ended}"
 
     def _tables(self) -> Iterator[Table]:
-        size, samples, step, *others = _COLUMNS
+        size, samples, step, *columns = _COLUMNS
         tokens, text = self.tokens, []
         if tokens is not None:
             text = [Column("tokens/s", lambda point: f"{point.throughput * tokens:.4g}", str)]
         waits = [Column("waits", "waited", format_seconds)] if any(point.waited for point in self.points) else []
-        yield table([size, samples, *text, step, *waits, *others], self.points)
+        yield table([size, samples, *text, step, *waits, *columns], self.points)
 
 
 _COLUMNS = (

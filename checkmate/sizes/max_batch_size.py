@@ -109,16 +109,16 @@ def max_batch_size(
     if smallest > largest:
         raise ValueError(f"There is no size from {smallest} to {largest}.")
     check_limits(time_limit, 0.0)
-    given = (baselines,) if isinstance(baselines, str) else baselines
-    names = BASELINES if given is True else () if given is False else tuple(given)
+    methods = (baselines,) if isinstance(baselines, str) else baselines
+    names = BASELINES if methods is True else () if methods is False else tuple(methods)
     for name in names:
         check_method(name)
     check_overhead(max_overhead)
     total = parse_budget(budget)
-    known, asked = (host, None) if isinstance(host, Host) else (None, host)
-    if known is not None and host_budget is not None:
-        raise ValueError(f"A checkmate.Host has a budget, here {format_bytes(known.budget)}: leave host_budget out.")
-    options = Options(profile=profile, cache=cache, host=asked, host_budget=host_budget, kernels=kernels)
+    memory, place = (host, None) if isinstance(host, Host) else (None, host)
+    if memory is not None and host_budget is not None:
+        raise ValueError(f"A checkmate.Host has a budget, here {format_bytes(memory.budget)}: leave host_budget out.")
+    options = Options(profile=profile, cache=cache, host=place, host_budget=host_budget, kernels=kernels)
     if measure and (host is not None or host_budget is not None):
         raise ValueError("measure=True runs plans without a second memory: compile the step of the answer to run it.")
     # Search, compare with other methods, draw the curve.
@@ -131,7 +131,7 @@ def max_batch_size(
         counted.append(None if tokens is None else tokens / size)
         return batch
 
-    steps = SizedSteps(maker_of(make_step), batch_of, options, known, advice)
+    steps = SizedSteps(maker_of(make_step), batch_of, options, memory, advice)
     search = _Search(SizedProblems(steps, smallest=smallest), total, max_overhead, smallest, largest, time_limit)
     if measure:
         real_tensors(steps.make(smallest))
@@ -200,23 +200,23 @@ class _Search:
         """
         for _ in range(ROUNDS):
             # The largest size that keeps all is where the search with recomputation begins.
-            kept = self._search_sizes(KEEP_ALL, SHARES["keep all"])
-            self.kept, self.kept_in_time = kept.low, kept.low is None or not kept.is_open
+            keep_all = self._search_sizes(KEEP_ALL, SHARES["keep all"])
+            self.kept, self.kept_in_time = keep_all.low, keep_all.low is None or not keep_all.is_open
             if self.interrupted:
                 self.best = self.kept
                 return
-            self.has_homes = kept.has_homes
+            self.has_homes = keep_all.has_homes
             search = self._search_sizes(AUTO, SHARES["largest"], low=None if self.has_homes else self.kept)
             if search.low is None:
                 assert search.high is not None
                 raise self._refusal(search.high)
             self.best, self.beyond = search.low, search.high
             # So far the first plan under the cap was taken: look for a better one.
-            known, seconds = search.low.solution, self._until(SHARES["plan"]) - time.perf_counter()
-            if not self.interrupted and known.gap > GAP and seconds > 0:
-                found = solve(known.problem, self.budget, time_limit=seconds, gap=GAP, start=known, progress=False)
-                if found.plan is not None and found.cost <= known.cost:
-                    self.best = replace(search.low, solution=found)
+            first, seconds = search.low.solution, self._until(SHARES["plan"]) - time.perf_counter()
+            if not self.interrupted and first.gap > GAP and seconds > 0:
+                better = solve(first.problem, self.budget, time_limit=seconds, gap=GAP, start=first, progress=False)
+                if better.plan is not None and better.cost <= first.cost:
+                    self.best = replace(search.low, solution=better)
             if steps is None or self.interrupted:
                 return
             answer = self.answer
@@ -260,19 +260,19 @@ class _Search:
         problem = solution.problem
         # Bisect for the smallest budget that works under the cap.
         least = min_budget(problem).peak
-        known = problem.keep_all_peak if self.max_overhead is not None else least
+        high = problem.keep_all_peak if self.max_overhead is not None else least
         low, seconds = max(self.budget, least - 1), self.time_limit / ATTEMPTS
-        while known - low > max(1, known // 1000) and time.perf_counter() < self._until(1.0):
-            middle = (low + known) // 2
-            found = plan_within(problem, middle, attempt.cap, time_limit=seconds)
-            low, known = (low, found.peak or middle) if is_within(found, attempt.cap) else (middle, known)
+        while high - low > max(1, high // 1000) and time.perf_counter() < self._until(1.0):
+            middle = (low + high) // 2
+            trial = plan_within(problem, middle, attempt.cap, time_limit=seconds)
+            low, high = (low, trial.peak or middle) if is_within(trial, attempt.cap) else (middle, high)
         # Say what stands in the way.
         largest = problem.graph.ops[int(problem.unavoidable_bytes.argmax())].name
         op = largest if solution.refusal is None else solution.refusal.op
         why = f"its best plan runs {solution.overhead:.1%} of the step again, above the cap" if solution.plan else ""
         why = why or f"{op} stands in the way" + (" (proven)" if attempt.refuted else "")
         refusal = f"Not even size {size} fits {format_bytes(self.budget)}: {why}."
-        return infeasible(refusal, self.total, known + self.above, op, " for it")
+        return infeasible(refusal, self.total, high + self.above, op, " for it")
 
     def compare(self, names: Sequence[str]) -> None:
         """Find the largest sizes of other methods, under the same cap."""
@@ -285,10 +285,10 @@ class _Search:
                 continue
             search = self._search_sizes(name, share)
             self.baselines[name] = None if search.low is None else search.low.point
-            found = None if self.has_homes else search.low  # which may have had time that ours had not
-            if found is not None and found.size > self.answer.size:
-                self.best = found
-                if self.beyond is not None and self.beyond.size <= found.size:
+            larger = None if self.has_homes else search.low  # which may have had time that ours had not
+            if larger is not None and larger.size > self.answer.size:
+                self.best = larger
+                if self.beyond is not None and self.beyond.size <= larger.size:
                     self.beyond = None
             if search.interrupted or not search.in_time:
                 self.cut_short.append(name)
@@ -296,10 +296,10 @@ class _Search:
     def draw(self) -> None:
         """Plan sizes up to the answer, each from the plan of the next larger one."""
         kept_plan = None if self.has_homes else self.kept
-        self.points = {one.size: one.point for one in (self.answer, kept_plan) if one is not None}
-        kept = 0 if self.kept is None else self.kept.size
+        self.points = {attempt.size: attempt.point for attempt in (self.answer, kept_plan) if attempt is not None}
+        keep_all_size = 0 if self.kept is None else self.kept.size
         try:
-            for size in reversed(spread_sizes(self.smallest, kept, self.answer.size, POINTS)):
+            for size in reversed(spread_sizes(self.smallest, keep_all_size, self.answer.size, POINTS)):
                 if not self.interrupted and time.perf_counter() < self._until(1.0) and size not in self.points:
                     self._plan(size, self.points[min(n for n in self.points if n > size)].solution)
         except KeyboardInterrupt:
@@ -309,8 +309,8 @@ class _Search:
         """Plan a size for the curve, starting from a known plan."""
         problem = self.problems(size)
         seconds = max(0.1, min(self.time_limit / ATTEMPTS, self._until(1.0) - time.perf_counter()))
-        found = solve(problem, self.budget, time_limit=seconds, gap=GAP, progress=False, start=as_start(start, problem))
-        attempt = Attempt(size, found, most_seconds(problem, self.max_overhead))
+        plan = solve(problem, self.budget, time_limit=seconds, gap=GAP, progress=False, start=as_start(start, problem))
+        attempt = Attempt(size, plan, most_seconds(problem, self.max_overhead))
         self.note(attempt)
         if attempt.fits:
             self.points[size] = attempt.point

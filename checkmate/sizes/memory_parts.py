@@ -41,8 +41,8 @@ class Parts:
 
     def __iter__(self) -> Iterator[tuple[str, int]]:
         """Yield the names of the parts, in words, with their bytes."""
-        for one in fields(self)[:-1]:
-            yield one.name.replace("_", " "), getattr(self, one.name)
+        for part in fields(self)[:-1]:
+            yield part.name.replace("_", " "), getattr(self, part.name)
 
 
 def gradients_of(problem: Problem) -> frozenset[int]:

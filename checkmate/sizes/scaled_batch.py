@@ -24,9 +24,9 @@ def size_of(batch: Batch) -> int:
     shapes = [tuple(t.shape) for t in tree_leaves(batch) if isinstance(t, torch.Tensor) and t.ndim]
     sizes = {shape[0] for shape in shapes}
     if len(sizes) != 1 or not all(sizes):
-        what = ", ".join(map(str, shapes)) if shapes else "none"
+        words = ", ".join(map(str, shapes)) if shapes else "none"
         raise Unsupported(
-            f"not looked for: the batch's tensors share no first dimension (shapes: {what}). Give make_batch=, a "
+            f"not looked for: the batch's tensors share no first dimension (shapes: {words}). Give make_batch=, a "
             "function of the size"
         )
     return next(iter(sizes))
@@ -65,7 +65,7 @@ def scaled(batch: Batch, size: int) -> Batch:
     >>> args[0].shape, args[0].stride()
     (torch.Size([2, 2]), (3, 1))
     """
-    made: dict[int, torch.Tensor] = {}
+    copies: dict[int, torch.Tensor] = {}
     groups: dict[tuple[Any, ...], list[torch.Tensor]] = {}
     for tensor in tree_leaves(batch):
         if isinstance(tensor, torch.Tensor) and tensor.ndim:
@@ -75,13 +75,13 @@ def scaled(batch: Batch, size: int) -> Batch:
         ends = [1 + at + sum((n - 1) * step for n, step in zip(*layout, strict=True)) for *layout, at in layouts]
         base = torch.empty(max(ends), dtype=views[0].dtype, device=views[0].device)
         for view, (shape, strides, at) in zip(views, layouts, strict=True):
-            one = base.as_strided(shape, strides, at)
+            copy = base.as_strided(shape, strides, at)
             if not view.is_meta:
                 rows, once = torch.arange(size) % len(view), tuple(slice(1 if step == 0 else None) for step in strides)
-                one[once] = view.detach()[rows.to(view.device)][once]
-            made[id(view)] = one.requires_grad_(view.requires_grad)
-    other: Batch = tree_map_only(torch.Tensor, lambda tensor: made.get(id(tensor), tensor), batch)
-    return other
+                copy[once] = view.detach()[rows.to(view.device)][once]
+            copies[id(view)] = copy.requires_grad_(view.requires_grad)
+    result: Batch = tree_map_only(torch.Tensor, lambda tensor: copies.get(id(tensor), tensor), batch)
+    return result
 
 
 def _strides_at(size: int, tensor: torch.Tensor) -> tuple[int, ...]:
@@ -91,4 +91,4 @@ def _strides_at(size: int, tensor: torch.Tensor) -> tuple[int, ...]:
     (4, 24, 1)
     """
     rows, step = len(tensor), tensor.stride(0)
-    return step, *(other // rows * size if 0 < step * rows <= other else other for other in tensor.stride()[1:])
+    return step, *(stride // rows * size if 0 < step * rows <= stride else stride for stride in tensor.stride()[1:])

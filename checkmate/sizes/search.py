@@ -82,11 +82,11 @@ def plan_within(
     inf
     """
     first: Solution | None = None
-    for one in problem.splits_in_turn():
-        found = _plan_one(one, budget, cap, time_limit=time_limit, start=start if one is problem else None)
-        if found.plan is not None or found.interrupted:
-            return found
-        first = found if first is None or is_beyond(first, cap) else first  # proven only if it is for each
+    for split in problem.splits_in_turn():
+        solution = _plan_one(split, budget, cap, time_limit=time_limit, start=start if split is problem else None)
+        if solution.plan is not None or solution.interrupted:
+            return solution
+        first = solution if first is None or is_beyond(first, cap) else first  # proven only if it is for each
     assert first is not None
     return first if is_beyond(first, cap) else refused(first, time_limit)
 
@@ -96,18 +96,18 @@ def _plan_one(problem: Problem, budget: int, cap: float, *, time_limit: float, s
     if budget < problem.unavoidable_bytes.max():
         return Solution(Status.INFEASIBLE, problem, budget, "auto", bound=math.inf)
     deadline = time.perf_counter() + time_limit
-    left, bound = time_limit, 0.0 if problem.homes else problem.keep_all_cost  # 0.0: any plan will do at first
+    seconds_left, bound = time_limit, 0.0 if problem.homes else problem.keep_all_cost  # 0.0: any plan will do at first
     while True:
         # A solve ends at a gap of costs. With a bound b, a plan of cost c <= cap has a gap of at most 1 - b / cap: once
         # that is closed, there is nothing more to find.
         gap = min(1.0, max(0.0, 1 - bound / cap)) if cap > 0 else 0.0
-        query = Query(problem, budget, seconds=max(left, 0.01), gap=gap, start=start)
-        found = attempt(query, progress=False)
-        decided = found.plan is None or is_within(found, cap) or is_beyond(found, cap) or found.gap <= OPTIMAL_GAP
-        left = deadline - time.perf_counter()
-        if decided or left <= TINY * time_limit or found.interrupted:
-            return found
-        start, bound = found, max(bound, found.bound)
+        query = Query(problem, budget, seconds=max(seconds_left, 0.01), gap=gap, start=start)
+        answer = attempt(query, progress=False)
+        decided = answer.plan is None or is_within(answer, cap) or is_beyond(answer, cap) or answer.gap <= OPTIMAL_GAP
+        seconds_left = deadline - time.perf_counter()
+        if decided or seconds_left <= TINY * time_limit or answer.interrupted:
+            return answer
+        start, bound = answer, max(bound, answer.bound)
 
 
 @dataclass(frozen=True)
@@ -225,22 +225,22 @@ class SizeSearch:
             return min(most, 2 * low.size) if self.high is None else (low.size + end) // 2
         # The line, from what is there at size 0 if no other is known.
         size, peak = low.size, low.solution.problem.keep_all_peak
-        other, there = 0, low.solution.problem.resident
+        other_size, other_peak = 0, low.solution.problem.resident
         if self.high is not None:
-            other, there = self.high.size, self.high.solution.problem.keep_all_peak
+            other_size, other_peak = self.high.size, self.high.solution.problem.keep_all_peak
         elif before is not None and before.size < size:
-            other, there = before.size, before.solution.problem.keep_all_peak
-        if (there - peak) * (other - size) <= 0:  # it does not grow
+            other_size, other_peak = before.size, before.solution.problem.keep_all_peak
+        if (other_peak - peak) * (other_size - size) <= 0:  # it does not grow
             return most
-        return max(size + 1, min(most, size + (self.budget - peak) * (other - size) // (there - peak)))
+        return max(size + 1, min(most, size + (self.budget - peak) * (other_size - size) // (other_peak - peak)))
 
 
-def spread_sizes(low: int, kept: int, high: int, count: int) -> list[int]:
+def spread_sizes(low: int, keep_all: int, high: int, count: int) -> list[int]:
     """Sizes for a curve: doubling up to the largest that keeps all, then evenly up to the largest.
 
     >>> spread_sizes(1, 16, 40, 4)
     [4, 8, 16, 22, 28, 34, 40]
     """
-    doubling = {max(low, kept >> power) for power in range(3)} if kept else set()
-    first = max(low, kept)
+    doubling = {max(low, keep_all >> power) for power in range(3)} if keep_all else set()
+    first = max(low, keep_all)
     return sorted(doubling | {first + round((high - first) * i / count) for i in range(count + 1)})

@@ -50,12 +50,12 @@ def maker_of(make_step: Callable[..., Any] | nn.Module) -> Callable[[int], Any]:
     if not callable(make_step):
         raise TypeError(f"make_step is a function that gives the step, or a module, not {type(make_step).__name__}.")
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    given = [p for p in inspect.signature(make_step).parameters.values() if p.kind in kinds and p.default is p.empty]
-    if len(given) > 1:
-        names = ", ".join(p.name for p in given)
+    params = [p for p in inspect.signature(make_step).parameters.values() if p.kind in kinds and p.default is p.empty]
+    if len(params) > 1:
+        names = ", ".join(p.name for p in params)
         raise TypeError(f"make_step takes no argument or the size, but this one takes {names}. {_STEP_ITSELF}")
-    made = cache(make_step)
-    return make_step if given else lambda size: made()
+    make_once = cache(make_step)
+    return make_step if params else lambda size: make_once()
 
 
 def arguments_of(batch: Any) -> Batch:
@@ -101,9 +101,9 @@ class SizedSteps:
         with self._tracing(size):
             return traced(step, args, kwargs, self.options)
 
-    def opened(self, size: int, other: int) -> OpenTrace:
+    def opened(self, size: int, other_size: int) -> OpenTrace:
         """Trace the step of a size, open to others; NotFree if it cannot be."""
-        other_step, other_batch = self.make(other)
+        other_step, other_batch = self.make(other_size)
         step, batch = self.make(size)
         if step is not other_step:
             raise NotFree("each size has a step of its own")
@@ -186,8 +186,8 @@ def _said(error: Exception) -> str:
 class SizedProblems:
     """The problems of a step at any size from the smallest on, each as its own trace gives it."""
 
-    def __init__(self, steps: SizedSteps, known: Mapping[int, Problem] | None = None, smallest: int = 1) -> None:
-        self._steps, self._known, self._least = steps, dict(known or {}), max(LEAST_SIZE, smallest)
+    def __init__(self, steps: SizedSteps, problems: Mapping[int, Problem] | None = None, smallest: int = 1) -> None:
+        self._steps, self._known, self._least = steps, dict(problems or {}), max(LEAST_SIZE, smallest)
         self._open = list[OpenTrace]()
         self._tries = TRIES
 
@@ -202,15 +202,15 @@ class SizedProblems:
 
     def _opened(self, size: int) -> Problem | None:
         """Open the sizes, if they can be; give the problem of this one."""
-        other = max(self._least, size // 2)
-        if not self._known or other >= size or not self._tries:
+        other_size = max(self._least, size // 2)
+        if not self._known or other_size >= size or not self._tries:
             return None
         self._tries -= 1
         traced: Problem | None = None
         try:
-            open_trace = self._steps.opened(size, other)
+            open_trace = self._steps.opened(size, other_size)
             # It has to be the step that it is with a fixed size: one that is known, else this one.
-            pairs = ((self._steps.put_in(open_trace, n), known) for n, known in self._known.items())
+            pairs = ((self._steps.put_in(open_trace, n), problem) for n, problem in self._known.items())
             put_in, fixed = next((pair for pair in pairs if pair[0] is not None), (None, None))
             if fixed is None:
                 put_in, fixed = self._steps.put_in(open_trace, size), (traced := self._steps.traced(size))
@@ -225,5 +225,5 @@ class SizedProblems:
 
 def _same(a: Problem, b: Problem) -> bool:
     """Tell whether two problems have the same ops and bytes; seconds may be measured."""
-    one, other = fingerprints(a), fingerprints(b)
-    return (one.structure, one.sizes, a.resident) == (other.structure, other.sizes, b.resident)
+    first, second = fingerprints(a), fingerprints(b)
+    return (first.structure, first.sizes, a.resident) == (second.structure, second.sizes, b.resident)

@@ -35,10 +35,10 @@ class StandIns:
         if tensor.is_meta:
             return tensor
         if id(tensor) not in self._made:
-            made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=META)
+            stand_in = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=META)
             if isinstance(tensor, nn.Parameter):
-                made = nn.Parameter(made, requires_grad=tensor.requires_grad)
-            self._made[id(tensor)] = tensor, made.requires_grad_(tensor.requires_grad)
+                stand_in = nn.Parameter(stand_in, requires_grad=tensor.requires_grad)
+            self._made[id(tensor)] = tensor, stand_in.requires_grad_(tensor.requires_grad)
         return self._made[id(tensor)][1]
 
     def within(self, tree: Any) -> Any:
@@ -48,10 +48,10 @@ class StandIns:
     def optimizer(self, optimizer: optim.Optimizer) -> optim.Optimizer:
         """Copy an optimizer with its settings and state, for the stand-ins of its parameters."""
         groups = [{**group, "params": [*map(self.of, group["params"])]} for group in optimizer.param_groups]
-        other = _copy(optimizer, groups)
+        twin = _copy(optimizer, groups)
         for parameter, state in optimizer.state.items():
-            other.state[self.of(parameter)] = self.within(state)
-        return other
+            twin.state[self.of(parameter)] = self.within(state)
+        return twin
 
     @contextmanager
     def in_modules(self, things: Any) -> Iterator[None]:
@@ -61,12 +61,12 @@ class StandIns:
             for held in (module._parameters, module._buffers, vars(module)):
                 places += [(held, name, t) for name, t in held.items() if isinstance(t, torch.Tensor)]
         try:
-            for where, name, tensor in places:
-                where[name] = self.of(tensor)
+            for holder, name, tensor in places:
+                holder[name] = self.of(tensor)
             yield
         finally:
-            for where, name, tensor in places:
-                where[name] = tensor
+            for holder, name, tensor in places:
+                holder[name] = tensor
 
 
 def loss_of(fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -79,7 +79,7 @@ def loss_of(fn: Callable[..., Any]) -> Callable[..., Any]:
         result = fn(*args, **kwargs)
         loss = getattr(result, "loss", None)
         if loss is None:
-            loss = next((one for one in tree_leaves(result) if isinstance(one, torch.Tensor)), result)
+            loss = next((leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)), result)
         return loss.sum() if isinstance(loss, torch.Tensor) and loss.ndim else loss
 
     return loss_fn
@@ -92,14 +92,13 @@ def trained(things: Any) -> list[nn.Parameter]:
         Unsupported: if there are none.
     """
     modules = modules_within(things)
-    found = {id(p): p for module in modules for p in module.parameters() if p.requires_grad}
-    if not found:
-        what = "no module that has parameters with gradients"
+    parameters = {id(p): p for module in modules for p in module.parameters() if p.requires_grad}
+    if not parameters:
         raise Unsupported(
-            f"The function reaches {what}, so that there is nothing to train. Give a module, or a function that "
-            "calls one which it closes over; or the optimizer."
+            "The function reaches no module that has parameters with gradients, so that there is nothing to train. "
+            "Give a module, or a function that calls one which it closes over; or the optimizer."
         )
-    return list(found.values())
+    return list(parameters.values())
 
 
 def update_bytes(optimizers: list[optim.Optimizer], *, at_once: bool) -> int:
@@ -118,14 +117,14 @@ def update_bytes(optimizers: list[optim.Optimizer], *, at_once: bool) -> int:
             if at_once and group.get(AT_ONCE, False) is None and not group.get("fused"):
                 groups[-1][AT_ONCE] = True
         # Count the bytes of tensors made in a few steps.
-        one: Any = _copy(optimizer, groups)
+        twin: Any = _copy(optimizer, groups)
         trained_ones = [p for group in groups for p in group["params"]]
         for parameter in trained_ones:
             parameter.grad = torch.empty_like(parameter)
         try:
             for _ in range(STEPS):
                 with _Counting() as counting:
-                    one.step()
+                    twin.step()
             most = max(most, counting.most)
         except RuntimeError:  # an optimizer that reads numbers which are not there
             sizes = [p.nbytes for p in trained_ones]
@@ -135,10 +134,10 @@ def update_bytes(optimizers: list[optim.Optimizer], *, at_once: bool) -> int:
 
 def _copy(optimizer: optim.Optimizer, groups: list[dict[str, Any]]) -> optim.Optimizer:
     """The optimizer with other parameter groups and no state yet."""
-    other = copy.copy(optimizer)
-    other.param_groups, other.state = groups, copy.copy(optimizer.state)
-    other.state.clear()
-    return other
+    twin = copy.copy(optimizer)
+    twin.param_groups, twin.state = groups, copy.copy(optimizer.state)
+    twin.state.clear()
+    return twin
 
 
 class _Counting(TorchDispatchMode):
@@ -150,10 +149,10 @@ class _Counting(TorchDispatchMode):
         self._alive: WeakSet[torch.UntypedStorage] = WeakSet()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
+        inputs = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
         result = func(*args, **(kwargs or {}))
-        made = [t.untyped_storage() for t in tree_leaves(result) if isinstance(t, torch.Tensor) and t.is_meta]
-        if new := [storage for storage in made if storage._cdata not in given]:
+        storages = [t.untyped_storage() for t in tree_leaves(result) if isinstance(t, torch.Tensor) and t.is_meta]
+        if new := [storage for storage in storages if storage._cdata not in inputs]:
             self._alive.update(new)
             self.most = max(self.most, sum(storage.nbytes() for storage in self._alive))
         return result

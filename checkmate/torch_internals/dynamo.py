@@ -144,10 +144,10 @@ def wrap_tensor_method(name: str, around: Callable[[Any], Any]) -> None:
     From 2.14 on Dynamo has a table of them; before that, and where it calls one itself, they are attributes.
     """
     tensor = NAMES.get("TensorVariable")
-    other = around(getattr(tensor, f"method_{name}", None))
-    setattr(tensor, f"method_{name}", other)
+    handler = around(getattr(tensor, f"method_{name}", None))
+    setattr(tensor, f"method_{name}", handler)
     if NAMES.has("Method"):
-        tensor.tp_methods[name] = NAMES.get("Method")(other)
+        tensor.tp_methods[name] = NAMES.get("Method")(handler)
 
 
 __getattr__ = NAMES.get

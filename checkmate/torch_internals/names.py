@@ -111,25 +111,25 @@ class Table:
             if is_expected(self.names[name]):
                 leave_out(name, str(error))
             return
-        other, given = around(function), inspect.signature(function)
-        # The other one takes as many arguments, or any after its first ones.
-        kinds = [p.kind for p in inspect.signature(other, follow_wrapped=False).parameters.values()]
-        count, rest = len(given.parameters), inspect.Parameter.VAR_POSITIONAL
-        if kinds.index(rest) > count if rest in kinds else len(kinds) != count:
-            leave_out(name, f"PyTorch {torch.__version__} calls {path.replace(':', '.')} otherwise: {given}")
+        wrapper, signature = around(function), inspect.signature(function)
+        # The wrapper takes as many arguments, or any after its first ones.
+        kinds = [p.kind for p in inspect.signature(wrapper, follow_wrapped=False).parameters.values()]
+        count, variadic = len(signature.parameters), inspect.Parameter.VAR_POSITIONAL
+        if kinds.index(variadic) > count if variadic in kinds else len(kinds) != count:
+            leave_out(name, f"PyTorch {torch.__version__} calls {path.replace(':', '.')} otherwise: {signature}")
             return
         place, _, attribute = path.replace(":", ".").rpartition(".")
         holder = pkgutil.resolve_name(place)
         is_bound = isinstance(inspect.getattr_static(holder, attribute), (classmethod, staticmethod))
-        setattr(holder, attribute, staticmethod(other) if is_bound else other)
+        setattr(holder, attribute, staticmethod(wrapper) if is_bound else wrapper)
 
 
-def put_in_place(what: str, install: Callable[[], None]) -> None:
+def put_in_place(change: str, install: Callable[[], None]) -> None:
     """Change PyTorch in one way, but where the running version lacks a name that this needs."""
     try:
         install()
     except (LacksError, AttributeError, KeyError, TypeError) as error:
-        leave_out(what, f"{type(error).__name__}: {error}")
+        leave_out(change, f"{type(error).__name__}: {error}")
 
 
 def leave_out(name: str, reason: str) -> None:

@@ -85,9 +85,9 @@ class Exchange:
     def share(self, tensors: Iterable[torch.Tensor]) -> None:
         """Copy tensors from the first rank to all."""
         with torch.no_grad():
-            given = [(t, _dense(t)) for t in (t.detach() for t in tensors)]
-            sent = [dist.broadcast(dense, group=self.group, group_src=0, async_op=True) for _, dense in given]
-            for work, (tensor, dense) in zip(sent, given, strict=True):
+            pairs = [(t, _dense(t)) for t in (t.detach() for t in tensors)]
+            sent = [dist.broadcast(dense, group=self.group, group_src=0, async_op=True) for _, dense in pairs]
+            for work, (tensor, dense) in zip(sent, pairs, strict=True):
                 if work is not None:
                     work.wait()
                 if dense is not tensor:
@@ -109,8 +109,8 @@ class AsItsModule(DistributedDataParallel):
 
 def wrapped_in(modules: Iterable[nn.Module]) -> list[DistributedDataParallel]:
     """The modules, and parts of modules, that average gradients over ranks."""
-    found = (part for module in modules for part in module.modules())
-    return list({id(part): part for part in found if isinstance(part, DistributedDataParallel)}.values())
+    parts = (part for module in modules for part in module.modules())
+    return list({id(part): part for part in parts if isinstance(part, DistributedDataParallel)}.values())
 
 
 @contextmanager
@@ -180,7 +180,7 @@ def exchange_of(modules: Sequence[nn.Module], group: Any, optimizers: Sequence[o
         tensors = [*exchange.parameters(), *exchange.buffers()]
         shapes: list[Any] = [None] * exchange.ranks
         dist.all_gather_object(shapes, [(tuple(t.shape), str(t.dtype)) for t in tensors], group)
-        if any(other != shapes[0] for other in shapes):
+        if any(shape != shapes[0] for shape in shapes):
             raise ValueError("The ranks of process_group= have models of different shapes: they cannot train together.")
         exchange.share(t for t in tensors if not is_fake(t))
         return exchange

@@ -34,8 +34,8 @@ class Average:
     @property
     def pairs(self) -> dict[torch.Tensor, torch.Tensor]:
         """Pairs of each parameter and buffer of the model and its average."""
-        of, follow = ((*module.parameters(), *module.buffers()) for module in (self.model, self.averaged.module))
-        return dict(zip(of, follow, strict=True))
+        tensors, averages = ((*module.parameters(), *module.buffers()) for module in (self.model, self.averaged.module))
+        return dict(zip(tensors, averages, strict=True))
 
     @property
     def about(self) -> str:
@@ -49,8 +49,8 @@ class Average:
 
     def expect(self, updated: Collection[torch.Tensor]) -> None:
         """Expect a step that updates these parameters, and measure the averaging of all further tensors."""
-        rest = [(p, q) for p, q in self.pairs.items() if p not in updated]
-        largest = max(rest, key=lambda pair: pair[0].nbytes, default=None)
+        pairs = [(p, q) for p, q in self.pairs.items() if p not in updated]
+        largest = max(pairs, key=lambda pair: pair[0].nbytes, default=None)
         if largest is not None and is_fake(largest[0]):
             self.rest_bytes = 3 * largest[0].nbytes
         elif largest is not None:
@@ -79,7 +79,7 @@ class Average:
     def rehearsal(self) -> Callable[[torch.Tensor], None]:
         """A function that averages another parameter, to measure its cost."""
         like = cache(_like)
-        return lambda one: _average(self.averaged, one, like(one), torch.ones((), dtype=torch.long))
+        return lambda parameter: _average(self.averaged, parameter, like(parameter), torch.ones((), dtype=torch.long))
 
 
 def checked(ema: Any) -> Average:
@@ -97,9 +97,9 @@ def checked(ema: Any) -> Average:
     averaged, model = ema
     if not isinstance(model, nn.Module):
         raise TypeError(f"ema's second is the model that is averaged, not {type(model).__name__}.")
-    many = averaged.multi_avg_fn
+    multi_fn = averaged.multi_avg_fn
     if type(averaged).update_parameters is not AveragedModel.update_parameters or (
-        many is not None and getattr(many, "__module__", None) != swa_utils.__name__
+        multi_fn is not None and getattr(multi_fn, "__module__", None) != swa_utils.__name__
     ):
         raise Unsupported(
             "This AveragedModel averages all parameters at once by a function of its own. Give it as avg_fn=, which is "
@@ -118,12 +118,12 @@ def _average(like: AveragedModel, tensor: torch.Tensor, averaged: torch.Tensor, 
         averaged.detach().copy_(tensor.detach().to(averaged.device))
         return
     # PyTorch's own method, on a view of the averaged model that has this tensor only.
-    one: Any = object.__new__(AveragedModel)
-    nn.Module.__init__(one)
-    one.avg_fn, one.multi_avg_fn, one.use_buffers = like.avg_fn, like.multi_avg_fn, like.use_buffers
-    one.module = _module_of(averaged)
-    one.register_buffer("n_averaged", count)
-    AveragedModel.update_parameters(one, _module_of(tensor))
+    view: Any = object.__new__(AveragedModel)
+    nn.Module.__init__(view)
+    view.avg_fn, view.multi_avg_fn, view.use_buffers = like.avg_fn, like.multi_avg_fn, like.use_buffers
+    view.module = _module_of(averaged)
+    view.register_buffer("n_averaged", count)
+    AveragedModel.update_parameters(view, _module_of(tensor))
 
 
 def _module_of(tensor: torch.Tensor) -> nn.Module:
@@ -134,5 +134,5 @@ def _module_of(tensor: torch.Tensor) -> nn.Module:
 
 
 def _like(tensor: torch.Tensor) -> torch.Tensor:
-    made = torch.zeros_like(tensor, requires_grad=False)
-    return nn.Parameter(made, requires_grad=False) if isinstance(tensor, nn.Parameter) else made
+    zeros = torch.zeros_like(tensor, requires_grad=False)
+    return nn.Parameter(zeros, requires_grad=False) if isinstance(tensor, nn.Parameter) else zeros

@@ -122,28 +122,28 @@ class Scaling:
 
     def unscale(self, gradient: torch.Tensor) -> None:
         """Unscale a gradient in place."""
-        found = torch.zeros((), dtype=torch.float32, device=gradient.device)
-        inverse = torch.ones_like(found) if self._inverse is None else self._inverse  # while it is measured
-        _amp_foreach_non_finite_check_and_unscale_([gradient], found, inverse)
+        found_inf = torch.zeros((), dtype=torch.float32, device=gradient.device)
+        inverse = torch.ones_like(found_inf) if self._inverse is None else self._inverse  # while it is measured
+        _amp_foreach_non_finite_check_and_unscale_([gradient], found_inf, inverse)
 
     def decide(self, optimizer: optim.Optimizer, largest: Sequence[torch.Tensor]) -> torch.Tensor:
         """1.0 to skip an optimizer's update, else 0.0, from `largest_of` of its gradients; the scaler notes it.
 
         Where others of them were looked at before, these count as well.
         """
-        found = are_not_finite(largest)
+        found_inf = are_not_finite(largest)
         per_device = self.scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
         for before in per_device.values():
-            found = torch.maximum(found, before)
-        per_device[found.device] = found
-        return found
+            found_inf = torch.maximum(found_inf, before)
+        per_device[found_inf.device] = found_inf
+        return found_inf
 
     def skips(self, optimizer: optim.Optimizer) -> bool:
         """Tell whether a gradient was not finite, so that nothing is updated."""
         key = id(optimizer)
         if key not in self._skipped:
-            found = self.scaler._per_optimizer_states[key]["found_inf_per_device"].values()
-            self._skipped[key] = any(bool(one.item()) for one in found)
+            flags = self.scaler._per_optimizer_states[key]["found_inf_per_device"].values()
+            self._skipped[key] = any(bool(flag.item()) for flag in flags)
         return self._skipped[key]
 
     def finish(self) -> None:
@@ -185,7 +185,7 @@ def checked_scaler(scaler: Any, optimizers: Sequence[optim.Optimizer]) -> Scalin
 
 def are_not_finite(largest: Sequence[torch.Tensor]) -> torch.Tensor:
     """1.0 if any gradient has an inf or NaN, else 0.0 (GradScaler's found_inf)."""
-    return (~torch.stack([one.isfinite() for one in largest]).all()).float()
+    return (~torch.stack([value.isfinite() for value in largest]).all()).float()
 
 
 def largest_of(gradient: torch.Tensor) -> torch.Tensor:

@@ -43,12 +43,12 @@ class Insert:
     last: bool = True  # the steps are of the last micro-batch before an update; the others only add to sums
 
     def __call__(
-        self, module: fx.GraphModule, given: Sequence[Any], num_fwd_outputs: int, names: Sequence[str]
+        self, module: fx.GraphModule, tensors: Sequence[Any], num_fwd_outputs: int, names: Sequence[str]
     ) -> None:
         """Change a joint graph of AOTAutograd in place.
 
         Args:
-            given: the step's inputs, in the order of what was traced.
+            tensors: the step's inputs, in the order of what was traced.
             num_fwd_outputs: how many outputs of the graph belong to the forward.
             names: of the inputs, as the user knows them.
 
@@ -59,11 +59,11 @@ class Insert:
         graph, output = module.graph, module.graph.output_node()
         results: list[Any] = list(output.args[0])  # type: ignore[arg-type]
         updates = self.updates.of_parameters()
-        given_as = [n for n in graph.find_nodes(op="placeholder") if _is_primal(n)]
-        primals = {n.meta["desc"].idx: n for n in given_as if hasattr(n.meta.get("desc"), "idx")}
+        primal_nodes = [n for n in graph.find_nodes(op="placeholder") if _is_primal(n)]
+        primals = {n.meta["desc"].idx: n for n in primal_nodes if hasattr(n.meta.get("desc"), "idx")}
         defined = [i for i in range(num_fwd_outputs, len(results)) if isinstance(results[i], fx.Node)]
         # Whose gradient each result of the backward is.
-        found: dict[int, tuple[fx.Node, Update]] = {}  # by the position of the gradient
+        by_gradient: dict[int, tuple[fx.Node, Update]] = {}  # by the position of the gradient
         by_storage: dict[int, int] = {}  # the position of a parameter
         flows_on = False  # a gradient, to whatever stands before the step
         for i in defined:
@@ -74,9 +74,9 @@ class Insert:
                     "Two inputs of the step are views of one tensor, whose gradient is not that of one parameter: it "
                     "cannot be clipped or unscaled with the others. Have the step use one of them."
                 )
-            tensor = given[position] if position is not None and position < len(given) else None
+            tensor = tensors[position] if position is not None and position < len(tensors) else None
             if position is not None and tensor is not None and id(tensor) in updates:
-                found[i] = primals[position], updates[id(tensor)]
+                by_gradient[i] = primals[position], updates[id(tensor)]
                 first = by_storage.setdefault(storage(local(tensor)), position)
                 if first != position:  # one is updated while the other's part of the backward may still read it
                     raise Unsupported(
@@ -88,22 +88,22 @@ class Insert:
             elif tensor is None or not tensor.is_leaf:
                 flows_on = True
         if not flows_on:
-            _refuse_unreached(self.updates, {update.optimizer for _, update in found.values()})
+            _refuse_unreached(self.updates, {update.optimizer for _, update in by_gradient.values()})
         # Write their updates, in the order in which the backward makes the gradients.
-        made = {node: n for n, node in enumerate(graph.nodes)}
-        found = {i: found[i] for i in sorted(found, key=lambda i: made[results[i]])}
-        if found:
-            inputs = {id(tensor): primals[i] for i, tensor in enumerate(given) if i in primals}
+        order = {node: n for n, node in enumerate(graph.nodes)}
+        by_gradient = {i: by_gradient[i] for i in sorted(by_gradient, key=lambda i: order[results[i]])}
+        if by_gradient:
+            inputs = {id(tensor): primals[i] for i, tensor in enumerate(tensors) if i in primals}
             # Refuse a backward with further collectives: ranks with other plans could order them otherwise.
             later = after_tangent(graph.nodes) if self.last and self.updates.exchange is not None else ()
-            if other := next((node for node in graph.nodes if node in later and is_collective(node)), None):
+            if collective := next((node for node in graph.nodes if node in later and is_collective(node)), None):
                 raise Unsupported(
-                    f"{where(other)}: the backward exchanges data with other ranks itself, as SyncBatchNorm does. "
+                    f"{where(collective)}: the backward exchanges data with other ranks itself, as SyncBatchNorm does. "
                     f"Gradients cannot be averaged within its plan. {INSTEAD}"
                 )
-            _Writer(self.updates, output, results, found, inputs).write(last=self.last)
+            _Writer(self.updates, output, results, by_gradient, inputs).write(last=self.last)
         if self.last and self.updates.average is not None:
-            self.updates.average.expect({update.parameter for _, update in found.values()})
+            self.updates.average.expect({update.parameter for _, update in by_gradient.values()})
         output.args = (tuple(results),)
         graph.lint()
 
@@ -121,16 +121,16 @@ class _Writer:
 
         Of several micro-batches add each to its sum; the sum of the last one takes the gradient's place.
         """
-        what, results, found = self.what, self.results, self.found
-        clip, scaling, exchange = what.clipping, what.scaling, what.exchange
+        updates, results, by_gradient = self.what, self.results, self.found
+        clip, scaling, exchange = updates.clipping, updates.scaling, updates.exchange
         token = self._agreed() if last else None
-        for i, (parameter, update) in found.items():
+        for i, (parameter, update) in by_gradient.items():
             gradient, is_averaged = results[i], token is not None and update.parameter in self.averaged
             # Add it to its sum, and average that.
-            if what.sums is not None:
-                what.sums.expect(update.parameter, _strides(gradient, parameter))
+            if updates.sums is not None:
+                updates.sums.expect(update.parameter, _strides(gradient, parameter))
                 before = (token,) if is_averaged else ()
-                add = operations.add(what, update, exchanges=is_averaged)
+                add = operations.add(updates, update, exchanges=is_averaged)
                 results[i] = self._last(add, (gradient, parameter, *before), gradient, f"{parameter.name}_sum")
                 token = results[i] if is_averaged else token
                 continue
@@ -146,29 +146,29 @@ class _Writer:
                 results[i] = self._last(operator.getitem, (both, 0), gradient, f"{gradient.name}_mean")
                 token = self._last(operator.getitem, (both, 1), gradient, f"{gradient.name}_sent")
         if not last:
-            results[:] = [None if i in found else result for i, result in enumerate(results)]
+            results[:] = [None if i in by_gradient else result for i, result in enumerate(results)]
             return
-        before = (token,) if token is not None and what.sums is not None else ()  # sums of others are averaged then
+        before = (token,) if token is not None and updates.sums is not None else ()  # sums of others are averaged then
         # With a scaled loss, decide whether each optimizer's updates are skipped.
-        reached = {update.parameter for _, update in found.values()}
+        reached = {update.parameter for _, update in by_gradient.values()}
         skips: dict[optim.Optimizer, fx.Node] = {}
         if scaling is not None:
             largest: dict[optim.Optimizer, list[fx.Node]] = defaultdict(list)
-            for i, (_, update) in found.items():
+            for i, (_, update) in by_gradient.items():
                 largest[update.optimizer].append(self._next(largest_of, (results[i],), "largest"))
             for optimizer, nodes in largest.items():
-                decide = operations.decide(what, optimizer, reached)
+                decide = operations.decide(updates, optimizer, reached)
                 skips[optimizer] = self._last(decide, (nodes, *before), nodes[-1], "skips")
         # Find the factor that clips all gradients.
         if clip.most is not None:
             if scaling is not None:
-                for i in found:
+                for i in by_gradient:
                     results[i] = self._next(operations.unscale(scaling), (results[i],), "unscaled")
-            norms = [self._next(norm_of, (results[i], clip.order), "norm") for i in found]
-            coefficient = operations.coefficient(what, [update.parameter for _, update in found.values()])
+            norms = [self._next(norm_of, (results[i], clip.order), "norm") for i in by_gradient]
+            coefficient = operations.coefficient(updates, [update.parameter for _, update in by_gradient.values()])
             factor = self._last(coefficient, (norms, *before), norms[-1], "clip")
         # Unscale, clip and update by each.
-        for i, (parameter, update) in found.items():
+        for i, (parameter, update) in by_gradient.items():
             gradient = results[i]
             if scaling is not None and clip.most is None:
                 gradient = self._last(operations.unscale(scaling), (gradient,), gradient, f"{gradient.name}_unscaled")
@@ -181,8 +181,8 @@ class _Writer:
                 if product.meta["val"].dtype != dtype:  # a single number in half precision takes the factor's type
                     product = self._last(aten.to.dtype, (product, dtype), gradient, f"{clipped}_stored")
                 gradient = product
-            results[i] = gradient if what.keep and what.sums is None else None
-            self._update(operations.update(what, update), gradient, parameter, update, skips.get(update.optimizer))
+            results[i] = gradient if updates.keep and updates.sums is None else None
+            self._update(operations.update(updates, update), gradient, parameter, update, skips.get(update.optimizer))
 
     @cached_property
     def averaged(self) -> set[torch.Tensor]:  # the parameters whose gradients are averaged over ranks
@@ -201,14 +201,14 @@ class _Writer:
         self, op: Callable[..., Any], read: fx.Node, parameter: fx.Node, update: Update, skip: fx.Node | None = None
     ) -> None:
         """Write an update; it overwrites the parameter, and its average if the step reads that."""
-        average, about = self.what.average, update.about
+        average, cost_key = self.what.average, update.about
         followed = None if average is None else average.pairs.get(update.parameter)
         if average is not None and followed is not None:
-            about += f", {average.about}"
-        args = (read, parameter, about, self.inputs.get(id(followed)), skip)
+            cost_key += f", {average.about}"
+        args = (read, parameter, cost_key, self.inputs.get(id(followed)), skip)
         with self.output.graph.inserting_before(self.output):
             node = self.output.graph.create_node("call_function", op, args, name=f"{parameter.name}_update")
-        node.meta = {key: what for key, what in read.meta.items() if key != "tensor_meta"} | {"val": None}
+        node.meta = {key: value for key, value in read.meta.items() if key != "tensor_meta"} | {"val": None}
 
     def _next(self, target: Callable[..., Any], args: tuple[Any, ...], suffix: str) -> fx.Node:
         """Write a node right after its first argument."""

@@ -21,45 +21,45 @@ NUMBER_BYTES = 8
 AVERAGED = 3  # the position of what an update overwrites beside its parameter, in its arguments
 
 
-def update(updates: Updates, of: Update) -> PlannedOp:
+def update(updates: Updates, own_update: Update) -> PlannedOp:
     """Update by a gradient; further arguments are the parameter and the update's cost key."""
     average = updates.average
 
     # The function that the graph calls.
-    def run(gradient: torch.Tensor, parameter: torch.Tensor, about: str, *others: Any) -> None:
-        updates.update(of, gradient, parameter)
+    def run(gradient: torch.Tensor, parameter: torch.Tensor, cost_key: str, *_: Any) -> None:
+        updates.update(own_update, gradient, parameter)
 
     def states() -> list[Held]:  # numbers, such as a count of steps, are no values
-        return [of.held(name, size) for name, size in of.states.items() if size > NUMBER_BYTES]
+        return [own_update.held(name, size) for name, size in own_update.states.items() if size > NUMBER_BYTES]
 
     # The function measured in its place, with its own states and averages.
     def rehearsal() -> Run:
-        update_one = of.rehearsal()
-        follow = None if average is None or of.parameter not in average.pairs else average.rehearsal()
+        update_one = own_update.rehearsal()
+        follow = None if average is None or own_update.parameter not in average.pairs else average.rehearsal()
 
-        def rehearse(gradient: torch.Tensor, parameter: torch.Tensor, about: str, *others: Any) -> None:
-            update_one(gradient, parameter, about)
+        def rehearse(gradient: torch.Tensor, parameter: torch.Tensor, cost_key: str, *_: Any) -> None:
+            update_one(gradient, parameter, cost_key)
             if follow is not None:
                 follow(parameter)
 
         return rehearse
 
-    moved = 2 * of.state_bytes + local(of.parameter).nbytes
-    costs: dict[str, Any] = {"moved": moved, "workspace": of.workspace_bytes}
+    moved = 2 * own_update.state_bytes + local(own_update.parameter).nbytes
+    costs: dict[str, Any] = {"moved": moved, "workspace": own_update.workspace_bytes}
     return PlannedOp("update_parameter", run, rehearsal, "updates {}", (1, AVERAGED), states, **costs)
 
 
-def add(updates: Updates, of: Update, *, exchanges: bool = False) -> PlannedOp:
+def add(updates: Updates, own_update: Update, *, exchanges: bool = False) -> PlannedOp:
     """Add a gradient to its parameter's sum, and give that; with ``exchanges`` averaged, after the previous one."""
     sums = updates.sums
     assert sums is not None
 
     # The function that the graph calls.
     def run(gradient: torch.Tensor, like: torch.Tensor, *before: torch.Tensor) -> torch.Tensor | None:
-        sums.add(of.parameter, gradient)
+        sums.add(own_update.parameter, gradient)
         if exchanges:
-            updates.exchange_sum(of.parameter)
-        return of.parameter.grad
+            updates.exchange_sum(own_update.parameter)
+        return own_update.parameter.grad
 
     # The function measured in its place, with its own sum.
     def rehearsal() -> Run:
@@ -67,16 +67,16 @@ def add(updates: Updates, of: Update, *, exchanges: bool = False) -> PlannedOp:
 
         def rehearse(gradient: torch.Tensor, like: torch.Tensor, *before: torch.Tensor) -> torch.Tensor:
             if like not in rooms:
-                rooms[like] = sums.room(of.parameter, like.device).zero_()
+                rooms[like] = sums.room(own_update.parameter, like.device).zero_()
             summed = rooms[like].add_(gradient)
             return summed.mul_(0.5) if exchanges else summed
 
         return rehearse
 
-    name, does, moved = "add_gradient", "adds to the gradient of {}", of.parameter.nbytes
+    name, does, moved = "add_gradient", "adds to the gradient of {}", own_update.parameter.nbytes
     if exchanges:
         name, does, moved = "add_and_exchange_gradient", f"{does} and averages it over all ranks", 2 * moved
-    return PlannedOp(name, run, rehearsal, does, held=lambda: [sums.of(of.parameter)], stores=True, moved=moved)
+    return PlannedOp(name, run, rehearsal, does, held=lambda: [sums.of(own_update.parameter)], stores=True, moved=moved)
 
 
 def agree(updates: Updates, order: Sequence[torch.Tensor]) -> PlannedOp:

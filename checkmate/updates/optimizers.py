@@ -84,46 +84,46 @@ class Update:
         # For an optimizer not of `torch.optim` also its code, and its present numbers and the group's.
         return late if known(self.optimizer) else f"{late} {_version(self.optimizer, self.settings)}"
 
-    def __call__(self, gradient: torch.Tensor, here: torch.Tensor | None = None) -> None:
+    def __call__(self, gradient: torch.Tensor, device_copy: torch.Tensor | None = None) -> None:
         """Update the parameter, or a copy of it that is here; for a `DTensor`, this rank's shard by its gradient's."""
         state = self.optimizer.state
         if not is_shard(self.parameter):
-            if here is None or here.data_ptr() == self.parameter.data_ptr():
+            if device_copy is None or device_copy.data_ptr() == self.parameter.data_ptr():
                 self._update(self.parameter, gradient, state)
                 return
             of_copy: dict[torch.Tensor, Any] = defaultdict(dict)
             if self.parameter in state:
-                of_copy[here] = state[self.parameter]
-            self._update(here, gradient, of_copy)
-            if here in of_copy:
-                state[self.parameter] = of_copy[here]
+                of_copy[device_copy] = state[self.parameter]
+            self._update(device_copy, gradient, of_copy)
+            if device_copy in of_copy:
+                state[self.parameter] = of_copy[device_copy]
             return
         # States that lie as the parameter does become each a `DTensor`, as plainly.
         shard, layout = local(self.parameter).detach(), Layout.of(self.parameter)
         states: dict[torch.Tensor, Any] = defaultdict(dict)
         if held := state.get(self.parameter):
-            states[shard] = {name: local(what) for name, what in held.items()}
+            states[shard] = {name: local(part) for name, part in held.items()}
         self._update(shard, local(gradient), states)
-        for name, what in states[shard].items():
-            if held is None or what is not local(held.get(name)):
-                state[self.parameter][name] = layout.whole(what) if _is_by_element(what, shard) else what
+        for name, part in states[shard].items():
+            if held is None or part is not local(held.get(name)):
+                state[self.parameter][name] = layout.whole(part) if _is_by_element(part, shard) else part
 
     def rehearsal(self) -> Callable[..., None]:
         """Make a function that updates another parameter, with its own state, as a late update does this one.
 
         The plan holds for all updates, and late ones take most: RAdam rectifies from its sixth on, ASGD averages from
-        one that is said to it. Of optimizers that are not of `torch.optim` it does once, the second time it is called,
-        what a first update does as well: that may take more beside the state that it makes.
+        the one in its settings. For optimizers that are not of `torch.optim` the second call also makes a first update
+        once more: that may take more beside the state that it makes.
         """
         states: dict[torch.Tensor, Any] = defaultdict(dict)
         settings, firsts = dict(self.settings), 1 if known(self.optimizer) else 2
 
-        def rehearse(gradient: torch.Tensor, parameter: torch.Tensor, about: str) -> None:
+        def rehearse(gradient: torch.Tensor, parameter: torch.Tensor, cost_key: str) -> None:
             # Begin with a copy of this parameter's state, or once more without one.
             nonlocal firsts
             if parameter not in states:
                 states[parameter].update(
-                    {n: _copied(what, parameter) for n, what in self.optimizer.state.get(self.parameter, {}).items()}
+                    {n: _copied(part, parameter) for n, part in self.optimizer.state.get(self.parameter, {}).items()}
                 )
             elif firsts:
                 states[parameter].clear()
@@ -170,9 +170,9 @@ class Update:
     def _parts(self) -> Parts:
         if state := self.optimizer.state.get(self.parameter):
             return self._bytes_here(state), _inseparable(state, self.parameter, is_first=False)
-        shard, found = local(self.parameter), _first_states.setdefault(self.optimizer, {})
+        shard, parts_by_key = local(self.parameter), _first_states.setdefault(self.optimizer, {})
         alike = self.group, self.about, shard.shape, shard.stride(), shard.dtype, shard.device
-        if alike not in found:
+        if alike not in parts_by_key:
             # Its state as the first update makes it: without data, where that can be had.
             states: dict[torch.Tensor, Any] = defaultdict(dict)
             is_known = known(self.optimizer) is not None
@@ -188,8 +188,8 @@ class Update:
                             raise
                     else:
                         break
-            found[alike] = self._bytes_here(states[like]), _inseparable(states[like], like, is_first=True)
-        return found[alike]
+            parts_by_key[alike] = self._bytes_here(states[like]), _inseparable(states[like], like, is_first=True)
+        return parts_by_key[alike]
 
     def _bytes_here(self, state: dict[str, Any]) -> dict[str, int]:
         here, sizes = self.parameter.device, dict[str, int]()
@@ -208,8 +208,8 @@ class Update:
             shape = [min(64, n) for n in whole.shape]
             cut = whole[tuple(map(slice, shape))]
             has_data = not is_fake(whole) and home_of(whole) is None
-            where = CPU if is_fake(whole) else whole.device
-            data = cut.clone() if has_data else torch.full(shape, 0.5, dtype=whole.dtype, device=where)
+            device = CPU if is_fake(whole) else whole.device
+            data = cut.clone() if has_data else torch.full(shape, 0.5, dtype=whole.dtype, device=device)
             small = nn.Parameter(data, requires_grad=False)
             run = partial(Update(self.optimizer, self.group, small).rehearsal(), torch.zeros_like(small), small, "")
             run()
@@ -244,7 +244,7 @@ class Update:
             gradient = gradient.clone()  # others may read it
         step_one(self.optimizer, group, parameter, gradient, states)
         if settings is not None:
-            settings.update({name: what for name, what in group.items() if name != "params"})
+            settings.update({name: value for name, value in group.items() if name != "params"})
 
 
 def about(optimizer: optim.Optimizer, settings: dict[str, Any]) -> str:
@@ -273,7 +273,7 @@ def _version(optimizer: optim.Optimizer, settings: dict[str, Any]) -> str:
             try:
                 sources.append(inspect.getsource(sys.modules[kind.__module__]))
             except (OSError, TypeError, KeyError):  # it is of no file: what its functions do
-                codes = [what.__code__ for what in vars(kind).values() if inspect.isfunction(what)]
+                codes = [function.__code__ for function in vars(kind).values() if inspect.isfunction(function)]
                 sources.append(repr([(code.co_name, code.co_code, code.co_names) for code in codes]))
     has = {**vars(optimizer), **{f"group {n}": x for n, x in settings.items() if n in optimizer.defaults}}
     changes = {"group step", *(f"group {name}" for name in _CHANGES)}
@@ -290,12 +290,12 @@ def _make_late(counted: Any) -> None:
         counted["step"] = LATE
 
 
-def _copied(what: Any, like: torch.Tensor | None = None) -> Any:
+def _copied(part: Any, like: torch.Tensor | None = None) -> Any:
     """A copy of a part of a state; of one at home elsewhere, on the device of a tensor ``like`` its parameter."""
-    what = local(what)
-    if not isinstance(what, torch.Tensor):
-        return copy.deepcopy(what)
-    return what.clone() if like is None or home_of(what) is None else what.to(like.device, copy=True)
+    part = local(part)
+    if not isinstance(part, torch.Tensor):
+        return copy.deepcopy(part)
+    return part.clone() if like is None or home_of(part) is None else part.to(like.device, copy=True)
 
 
 def _inseparable(state: dict[str, Any], parameter: torch.Tensor, *, is_first: bool) -> str:
@@ -324,27 +324,27 @@ def _step_in_slices(step: Callable[..., None], parameter: torch.Tensor, gradient
     size, most = parameter.numel(), SLICE if by_element else SLICE // 4
     for part in (slice(begin, min(begin + most, size)) for begin in range(0, size, most)):
         is_last = part.stop == size
-        one, views = flat[0][part], {name: t[part] for name, t in by_element.items()}
+        piece, views = flat[0][part], {name: t[part] for name, t in by_element.items()}
         # state of the whole parameter, such as the step count, advances once
-        given = {n: views[n] if n in views else what if is_last else _copied(what) for n, what in before.items()}
-        found: dict[torch.Tensor, Any] = {one: given} if before else defaultdict(dict)
-        step(one, flat[1][part], found)
-        if one not in found:
+        start = {n: views[n] if n in views else value if is_last else _copied(value) for n, value in before.items()}
+        slice_states: dict[torch.Tensor, Any] = {piece: start} if before else defaultdict(dict)
+        step(piece, flat[1][part], slice_states)
+        if piece not in slice_states:
             continue
         state = states[parameter]
-        for name, what in found[one].items():
-            if what is views.get(name):
+        for name, value in slice_states[piece].items():
+            if value is views.get(name):
                 continue
-            if _is_by_element(what, one):
+            if _is_by_element(value, piece):
                 if part.start == 0:
-                    state[name] = torch.empty_like(parameter, dtype=what.dtype, requires_grad=False)
-                _flat(state[name])[part] = what
+                    state[name] = torch.empty_like(parameter, dtype=value.dtype, requires_grad=False)
+                _flat(state[name])[part] = value
             elif is_last or name not in state:
-                state[name] = what
+                state[name] = value
 
 
-def _is_by_element(what: Any, parameter: torch.Tensor) -> bool:
-    return isinstance(what, torch.Tensor) and what.shape == parameter.shape
+def _is_by_element(value: Any, parameter: torch.Tensor) -> bool:
+    return isinstance(value, torch.Tensor) and value.shape == parameter.shape
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
@@ -366,28 +366,28 @@ def checked(
         Unsupported: if one cannot update one parameter at a time, or has hooks, or two update the same parameter.
     """
     # Each is an optimizer that is supported.
-    given: tuple[Any, ...] = tuple(optimizers) if isinstance(optimizers, Iterable) else (optimizers,)
-    for optimizer in given:
+    listed: tuple[Any, ...] = tuple(optimizers) if isinstance(optimizers, Iterable) else (optimizers,)
+    for optimizer in listed:
         if not isinstance(optimizer, optim.Optimizer):
-            what = type(optimizer).__name__
+            words = type(optimizer).__name__
             if isinstance(optimizer, type):
-                what = f"the class {optimizer.__name__}: make one of it, {optimizer.__name__}(model.parameters())"
+                words = f"the class {optimizer.__name__}: make one of it, {optimizer.__name__}(model.parameters())"
             elif isinstance(optimizer, optim.lr_scheduler.LRScheduler):
-                what = f"a {what}: give its optimizer, and call scheduler.step() after the training step"
-            raise TypeError(f"optimizer is a torch.optim.Optimizer or several, not {what}.")
+                words = f"a {words}: give its optimizer, and call scheduler.step() after the training step"
+            raise TypeError(f"optimizer is a torch.optim.Optimizer or several, not {words}.")
         _refuse(optimizer, keep, alone)
-    if not given:
+    if not listed:
         raise TypeError("optimizer is a torch.optim.Optimizer or several, not none.")
     # No two have a parameter in common.
     seen: set[torch.Tensor] = set()
-    for parameter in parameters_of(given):
+    for parameter in parameters_of(listed):
         if parameter in seen:
             raise Unsupported(
                 f"Two updates of a parameter of shape {tuple(parameter.shape)} would follow each other in one step: it "
                 f"is in two optimizers, or twice in one. {_INSTEAD}"
             )
         seen.add(parameter)
-    return given
+    return listed
 
 
 def _refuse(optimizer: optim.Optimizer, keep: bool, alone: bool) -> None:
@@ -449,9 +449,9 @@ def _refuse_replaced(optimizer: optim.Optimizer) -> None:
                 break  # a class of the user's
             if not getattr(layer, "__globals__", {}).get("__name__", "").startswith("torch."):
                 code = getattr(layer, "__code__", None)
-                where = "" if code is None else f" ({source_name(code.co_filename)}:{code.co_firstlineno})"
+                place = "" if code is None else f" ({source_name(code.co_filename)}:{code.co_firstlineno})"
                 raise Unsupported(
-                    f"{type(optimizer).__name__}.{name} was replaced{where}, and a training step does not call it: "
+                    f"{type(optimizer).__name__}.{name} was replaced{place}, and a training step does not call it: "
                     "each parameter is updated as soon as its gradient is there. Clip with clip_norm= or clip_value=, "
                     f"average with ema=, and do what else it does before or after the training step. {_INSTEAD}"
                 )
@@ -464,16 +464,16 @@ def refuse_hooks(optimizers: Sequence[optim.Optimizer]) -> None:
         _refuse_replaced(optimizer)
     # Plain PyTorch calls hooks when a gradient is there.
     for parameter in parameters_of(optimizers):
-        of = f"A parameter of shape {tuple(parameter.shape)} has a hook"
+        subject = f"A parameter of shape {tuple(parameter.shape)} has a hook"
         if parameter._backward_hooks:
             raise Unsupported(
-                f"{of} on its gradient, which no plan knows the memory of, and which would not be called. Register it "
-                "on a view within the step, weight = self.weight.view_as(self.weight); weight.register_hook(...), or "
-                "remove it; where it clamps, give clip_value=."
+                f"{subject} on its gradient, which no plan knows the memory of, and which would not be called. "
+                "Register it on a view within the step, weight = self.weight.view_as(self.weight); "
+                "weight.register_hook(...), or remove it; where it clamps, give clip_value=."
             )
         if parameter._post_accumulate_grad_hooks:
             raise Unsupported(
-                f"{of} after its gradient is accumulated, and here none is: its update takes the gradient. Remove the "
-                "hook; if it runs the optimizer, the training step does that. Else call what it does after a step with "
-                "gradients=True."
+                f"{subject} after its gradient is accumulated, and here none is: its update takes the gradient. Remove "
+                "the hook; if it runs the optimizer, the training step does that. Else call what it does after a step "
+                "with gradients=True."
             )

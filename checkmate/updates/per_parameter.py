@@ -52,7 +52,7 @@ def known(optimizer: optim.Optimizer) -> Any:
 def _known(kind: Any) -> Any:
     for n, base in enumerate(kind.__mro__):
         if base in SUPPORTED and not _is_wrapper(kind):
-            own = {name for one in kind.__mro__[:n] for name in vars(one) if hasattr(base, name)}
+            own = {name for derived in kind.__mro__[:n] for name in vars(derived) if hasattr(base, name)}
             changed = own - _BESIDE_STEP - ({"step"} if _as_written(kind.step) is _as_written(base.step) else set())
             return None if changed else base
     return None
@@ -82,15 +82,17 @@ def step_one(
     The parameter's state is found among ``states``, or made.
     """
     kind = type(optimizer)
-    one: Any = object.__new__(kind)
-    one.__dict__.update(optimizer.__dict__)
-    one.__dict__.pop("step", None)  # in which a scheduler counts
-    one.param_groups, one.state = [group], states
+    view: Any = object.__new__(kind)
+    view.__dict__.update(optimizer.__dict__)
+    view.__dict__.pop("step", None)  # in which a scheduler counts
+    view.param_groups, view.state = [group], states
     before, parameter.grad = parameter.grad, gradient
     try:
         with torch.no_grad():
-            step: Any = kind.step  # of what is known without what a profiler and hooks are told of a whole step
-            (step if known(optimizer) is None else inspect.unwrap(step))(one)
+            step: Any = (
+                kind.step
+            )  # of a known class without the wrapper that tells a profiler and hooks of a whole step
+            (step if known(optimizer) is None else inspect.unwrap(step))(view)
     finally:
         parameter.grad = before
 
@@ -112,8 +114,8 @@ def update_once(optimizer: optim.Optimizer) -> None:
 
 def refuse_wrappers(optimizer: optim.Optimizer, instead: str) -> None:
     """Refuse, as `Unsupported`, an optimizer that steps by another one; say what to do ``instead``."""
-    held = tree_leaves([what for name, what in vars(optimizer).items() if name not in ("param_groups", "state")])
-    inner = [type(one).__name__ for one in held if isinstance(one, optim.Optimizer)]
+    held = tree_leaves([value for name, value in vars(optimizer).items() if name not in ("param_groups", "state")])
+    inner = [type(leaf).__name__ for leaf in held if isinstance(leaf, optim.Optimizer)]
     if inner or _is_wrapper(type(optimizer)):
         which = f", {inner[0]}," if inner else ""
         raise Unsupported(
@@ -124,4 +126,4 @@ def refuse_wrappers(optimizer: optim.Optimizer, instead: str) -> None:
 
 def _is_wrapper(kind: type) -> bool:
     """Tell whether it shares the groups or states of another optimizer."""
-    return any(name in vars(one) for one in kind.__mro__ for name in ("param_groups", "state"))
+    return any(name in vars(base) for base in kind.__mro__ for name in ("param_groups", "state"))

@@ -33,16 +33,16 @@ def checked_device(device: torch.device | str) -> torch.device:
     Raises:
         ValueError: if it is none, or there is none here.
     """
-    there = torch.accelerator.current_accelerator()
+    kind = torch.accelerator.current_accelerator()
     try:
-        found = torch.device(device)
+        target = torch.device(device)
     except (RuntimeError, TypeError):
-        found = CPU
-    count = torch.accelerator.device_count() if there is not None and torch.accelerator.is_available() else 0
-    if found.type in ("cpu", "meta") or there is None or found.type != there.type or (found.index or 0) >= count:
-        here = f"There are {count} of {there.type} here" if there is not None and count else "There is none here"
-        raise ValueError(f'device={device!r} is no accelerator of this machine, as "cuda" and "cuda:0" are. {here}.')
-    return torch.device(found.type, torch.accelerator.current_device_index() if found.index is None else found.index)
+        target = CPU
+    count = torch.accelerator.device_count() if kind is not None and torch.accelerator.is_available() else 0
+    if target.type in ("cpu", "meta") or kind is None or target.type != kind.type or (target.index or 0) >= count:
+        devices = f"There are {count} of {kind.type} here" if kind is not None and count else "There is none here"
+        raise ValueError(f'device={device!r} is no accelerator of this machine, as "cuda" and "cuda:0" are. {devices}.')
+    return torch.device(target.type, torch.accelerator.current_device_index() if target.index is None else target.index)
 
 
 @dataclass(eq=False)
@@ -120,15 +120,15 @@ class Placement:
         for t in tensors:
             if t.device == self.device:
                 continue
-            about = f"{names.get(t, 'A parameter')}, a {type(t).__name__} of {t.dtype} and {t.layout} on {t.device},"
+            label = f"{names.get(t, 'A parameter')}, a {type(t).__name__} of {t.dtype} and {t.layout} on {t.device},"
             if t.device != CPU or t.layout is not torch.strided or type(t.data) is not torch.Tensor or t.is_quantized:
                 raise Unsupported(
-                    f"{about} cannot be moved to {self.device} and back. device= is for plain tensors on the CPU; what "
+                    f"{label} cannot be moved to {self.device} and back. device= is for plain tensors on the CPU; what "
                     "is on that device already stays there."
                 )
             if (home := home_of(t)) is not None and not isinstance(home, Pinned):
                 raise Unsupported(
-                    f"{about} is in a file, and a step on {self.device} has homes in pinned memory only. Leave out "
+                    f"{label} is in a file, and a step on {self.device} has homes in pinned memory only. Leave out "
                     "checkmate.in_file, or device=."
                 )
             groups.setdefault(t.untyped_storage()._cdata, []).append(t)
@@ -141,8 +141,8 @@ class Placement:
             if p.grad is not None:
                 self._aside[p], p.grad = p.grad, None
         # Buffers that a step makes come back, too.
-        there = {t for t in tensors if t.device == self.device}
-        stack.callback(self._bring_buffers_back, modules, there)
+        stay = {t for t in tensors if t.device == self.device}
+        stack.callback(self._bring_buffers_back, modules, stay)
         for group in groups.values():
             storage = group[0].untyped_storage()
             if storage.nbytes() >= LEAST and parameters.keys() >= {*group}:
@@ -193,13 +193,13 @@ class Placement:
 
     def _copy(self, stack: ExitStack, group: Sequence[torch.Tensor]) -> None:
         """Copy a storage to the device, and back in the end."""
-        here = group[0].untyped_storage()
-        there = torch.empty(here.nbytes(), dtype=torch.uint8, device=self.device).untyped_storage()
-        there.copy_(here)
+        host_storage = group[0].untyped_storage()
+        device_storage = torch.empty(host_storage.nbytes(), dtype=torch.uint8, device=self.device).untyped_storage()
+        device_storage.copy_(host_storage)
         for t in group:
-            stack.callback(_bring_back, t, t.data, there)
-            t.data = within(there, t)
-        stack.callback(here.copy_, there)
+            stack.callback(_bring_back, t, t.data, device_storage)
+            t.data = within(device_storage, t)
+        stack.callback(host_storage.copy_, device_storage)
 
     def _bring_gradients_back(self, parameters: Iterable[torch.Tensor]) -> None:
         for p in parameters:
@@ -222,11 +222,11 @@ class Placement:
                 state[name] = tree_map_only(torch.Tensor, lambda t: t.to(CPU), part)
 
 
-def _bring_back(t: torch.Tensor, here: torch.Tensor, there: torch.UntypedStorage) -> None:
+def _bring_back(t: torch.Tensor, home: torch.Tensor, device_storage: torch.UntypedStorage) -> None:
     # Its optimizer may have put another tensor in the place of its data.
-    if t.untyped_storage()._cdata != there._cdata:
-        here.copy_(t.data)
-    t.data = here
+    if t.untyped_storage()._cdata != device_storage._cdata:
+        home.copy_(t.data)
+    t.data = home
 
 
 def _is_large(part: Any) -> bool:

@@ -63,7 +63,7 @@ class Updates:
 
     @property
     def held_bytes(self) -> int:
-        """Bytes held beside these: all states, from the first step on, sums, and the scaler's."""
+        """Bytes held beside a step: all states, from the first step on, sums, and the scaler's."""
         held = sum(update.state_bytes for update in self.of_parameters().values())
         held += 0 if self.sums is None else self.sums.held_bytes
         held += 0 if self.average is None else self.average.rest_bytes
@@ -80,8 +80,8 @@ class Updates:
     @property
     def done(self) -> str:
         """How many parameters the update that goes on has updated, in words; empty: none."""
-        of = len(parameters_of(self.optimizers))
-        return f"{len(self._updated)} of {of} parameters" if self._updated else ""
+        total = len(parameters_of(self.optimizers))
+        return f"{len(self._updated)} of {total} parameters" if self._updated else ""
 
     def begin(self) -> None:
         """Prepare for an update, before its backward."""
@@ -139,10 +139,10 @@ class Updates:
         in_order = [both[p] for p in parameters_of(self.optimizers) if p in both]
         return self.clipping.coefficient([in_order[i] for i in order_of(in_order)])
 
-    def update(self, update: Update, gradient: torch.Tensor, here: torch.Tensor | None = None) -> None:
+    def update(self, update: Update, gradient: torch.Tensor, device_copy: torch.Tensor | None = None) -> None:
         """Update a parameter, or its copy that is here, by its gradient as it is; free its sum, unless that is kept."""
         if not self._skips(update.optimizer):
-            update(gradient, here)
+            update(gradient, device_copy)
         if self.average is not None:
             self.average.follow(update.parameter)
         self._updated.add(update.parameter)
@@ -198,9 +198,9 @@ class Updates:
         if self.exchange is None:
             return []
         done = self._updated | self._exchanged
-        left = [p for p in parameters_of(self.optimizers) if p.grad is not None and p not in done]
-        averaged = {*self.exchange.parameters()} if left else set()
-        return [p for p in left if p in averaged]
+        parameters = [p for p in parameters_of(self.optimizers) if p.grad is not None and p not in done]
+        averaged = {*self.exchange.parameters()} if parameters else set()
+        return [p for p in parameters if p in averaged]
 
     def _exchange_rest(self) -> None:
         for parameter in self._rest():

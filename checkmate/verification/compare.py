@@ -126,15 +126,14 @@ def compare_with_plain(
     def place() -> str:
         if not cache.plans or backend.kernels != "eager":  # kernels of groups have no values of plain PyTorch
             return ""
-        found = first_difference(capture, cache.plans[-1].plan, partial(run, calls=1), plain)
-        if found is not None:
-            return f" The first value that differs is {found}"
+        difference = first_difference(capture, cache.plans[-1].plan, partial(run, calls=1), plain)
+        if difference is not None:
+            return f" The first value that differs is {difference}"
         return " Each op of the captured step gives the values of plain PyTorch: the difference lies outside the graph."
 
     with reach.put_back():
         compiled(*args, **kwargs)  # plans, and measures for it: no meter may run yet
-    # The bits.
-    expected, found, repeats, spread = _compare(partial(run, plain), partial(run, compiled), device, against, place)
+    expected, actual, repeats, spread = _compare(partial(run, plain), partial(run, compiled), device, against, place)
     plan = cache.plans[-1].plan if cache.plans else None
     # A step that returns more than a loss begins its backward outside of the plan, with whatever is allocated there.
     is_loss = [t.ndim for t in expected.outputs.values()] == [0]
@@ -143,17 +142,17 @@ def compare_with_plain(
     # The bytes, in both memories.
     foretold = None
     if followed is not None:
-        check_peak(resident + found.use.peak, followed, device, backend.limit(followed))
+        check_peak(resident + actual.use.peak, followed, device, backend.limit(followed))
         if followed.plan is not None and followed.plan.moves and backend.second_memories is not None:
             held = backend.second_memories.on(device).use.peak
-            said = simulate(followed.plan, followed.problem).host_peak
-            if held > said:
+            host_peak = simulate(followed.plan, followed.problem).host_peak
+            if held > host_peak:
                 raise VerificationError(
-                    f"{exact_bytes(held)} waited in the second memory at once, and not {exact_bytes(said)} as "
+                    f"{exact_bytes(held)} waited in the second memory at once, and not {exact_bytes(host_peak)} as "
                     "foretold. Please report this."
                 )
-        if found.use.began is not None:
-            foretold = Replays(found.use.began, found.use.device).first(followed)
+        if actual.use.began is not None:
+            foretold = Replays(actual.use.began, actual.use.device).first(followed)
     return Certificate(
         outputs=len(expected.outputs),
         gradients=len(expected.gradients),
@@ -162,11 +161,11 @@ def compare_with_plain(
         spread=spread,
         budget=backend.limit(plan) if plan else None,
         predicted_peak=plan.peak if plan else None,
-        measured_peak=resident + found.use.peak if followed else None,
+        measured_peak=resident + actual.use.peak if followed else None,
         plain_peak=resident + expected.use.peak if followed else None,
         calls=calls,
-        allocated_peak=found.use.allocated,
-        reserved_peak=found.use.reserved,
+        allocated_peak=actual.use.allocated,
+        reserved_peak=actual.use.reserved,
         foretold=foretold,
         against=against,
     )
@@ -176,15 +175,15 @@ def _differentiated(
     reach: Reach, step: Callable[[], Any], calls: int
 ) -> tuple[list[torch.Tensor], dict[str, torch.Tensor | None]]:
     """Outputs and gradients of a step. Several calls are differentiated together, with factors 1, -1/2, 1/3, ..."""
-    made = [(i, t) for i in range(calls) for t in tree_leaves(step()) if isinstance(t, torch.Tensor)]
-    roots = [t for _, t in made if t.requires_grad]
+    outputs = [(i, t) for i in range(calls) for t in tree_leaves(step()) if isinstance(t, torch.Tensor)]
+    roots = [t for _, t in outputs if t.requires_grad]
     nodes = (node for root in roots for node in reachable([root.grad_fn]))
     leaves = list(dict.fromkeys(node.variable for node in nodes if hasattr(node, "variable")))
-    factors = [torch.full_like(t, (-1) ** i / (i + 1)) for i, t in made if t.requires_grad]
+    factors = [torch.full_like(t, (-1) ** i / (i + 1)) for i, t in outputs if t.requires_grad]
     with torch.autocast(reach.device.type, enabled=False):  # as a backward after the block
         grads = torch.autograd.grad(roots, leaves, factors, allow_unused=True) if leaves else ()
     names = [f"the gradient of {reach.name(leaf)}" for leaf in leaves]
-    return [t for _, t in made], dict(zip(names, grads, strict=True))
+    return [t for _, t in outputs], dict(zip(names, grads, strict=True))
 
 
 def compare_whole(
@@ -210,8 +209,8 @@ def compare_whole(
     strangers = [o for o in optimizers if known(o) is None]  # which may replace tensors of their states
 
     def state_bytes(optimizers: Sequence[optim.Optimizer]) -> int:
-        held = tree_leaves([[*o.state.values()] for o in optimizers])
-        return sum(local(t).nbytes for t in held if isinstance(t, torch.Tensor))
+        leaves = tree_leaves([[*o.state.values()] for o in optimizers])
+        return sum(local(t).nbytes for t in leaves if isinstance(t, torch.Tensor))
 
     def measured(step: Callable[[], Any]) -> tuple[Any, dict[str, torch.Tensor | None]]:
         for optimizer in strangers:  # a meter sees only that go which it has seen come
@@ -225,10 +224,10 @@ def compare_whole(
         first_states = state_bytes(optimizers)
     # The optimizers' first states are among what is resident in a plan, and in the peak of the step that makes them.
     twice = first_states - state_bytes(optimizers) + state_bytes(strangers)
-    one, other = (partial(reach.run, partial(measured, step)) for step in (plain, planned))
-    expected, found, *_ = _compare(one, other, reach.device, updates=True)
+    plain_run, planned_run = (partial(reach.run, partial(measured, step)) for step in (plain, planned))
+    expected, actual, *_ = _compare(plain_run, planned_run, reach.device, updates=True)
     if (plan := plan_now()) is not None:
-        check_peak(plan.problem.resident - twice + found.use.peak, plan, reach.device, plan.budget)
+        check_peak(plan.problem.resident - twice + actual.use.peak, plan, reach.device, plan.budget)
     log.info("verified: the whole step has the bits of plain PyTorch, in %d tensors", len(expected.tensors))
 
 
@@ -249,9 +248,9 @@ def _compare(
         VerificationError: naming what differs.
     """
     # Python's and NumPy's draws must be the same.
-    expected, found = plain(), compiled()
+    expected, actual = plain(), compiled()
     for generator in (PYTHON, NUMPY):
-        if differing(expected.random[generator], found.random[generator]):
+        if differing(expected.random[generator], actual.random[generator]):
             raise VerificationError(
                 f"The plain step draws from {generator}, the compiled one does not, or not as much. Draw with torch, "
                 "or draw outside and pass the numbers in as tensors."
@@ -259,23 +258,23 @@ def _compare(
     # Tensors must have the same bits; where plain PyTorch does not repeat itself, be within its spread.
     again = plain()
     repeats, spread = not names_that_differ(expected, again), 0.0
-    if different := names_that_differ(expected, found):
+    if different := names_that_differ(expected, actual):
         if not may_waver(device):
             raise VerificationError(_as_error(different[0], against, repeats=repeats) + place())
         runs = [expected, again, *(plain() for _ in range(PLAIN_RUNS - 2))]
         sums = {*expected.gradients, *(expected.state if updates else ())}
-        spread = compare_with_spread(different, runs, found, sums, against)
+        spread = compare_with_spread(different, runs, actual, sums, against)
     # PyTorch's generators must end in the same state.
-    if differing(expected.random[TORCH], found.random[TORCH]):
+    if differing(expected.random[TORCH], actual.random[TORCH]):
         raise VerificationError(
             f"The compiled step draws other random numbers than {against}. Please report this.{place()}"
         )
-    return expected, found, repeats, spread
+    return expected, actual, repeats, spread
 
 
-def names_that_differ(expected: StepState, found: StepState) -> list[str]:
+def names_that_differ(expected: StepState, actual: StepState) -> list[str]:
     """Names of the tensors whose bits differ."""
-    a, b = expected.tensors, found.tensors
+    a, b = expected.tensors, actual.tensors
     return [name for name in {**a, **b} if not same_bits(a.get(name), b.get(name))]
 
 
@@ -289,7 +288,7 @@ def _as_error(name: str, against: str, *, repeats: bool) -> str:
 
 
 def compare_with_spread(
-    names: Sequence[str], plain: Sequence[StepState], found: StepState, sums: Collection[str], against: str = PLAIN
+    names: Sequence[str], plain: Sequence[StepState], actual: StepState, sums: Collection[str], against: str = PLAIN
 ) -> float:
     """Compare differences with those among plain runs, per tensor by the largest element.
 
@@ -301,17 +300,17 @@ def compare_with_spread(
     Args:
         names: of what differs.
         plain: several runs of the plain step.
-        found: the compiled one.
+        actual: the compiled one.
         sums: names of gradients, and of what is computed from gradients.
         against: what the plain step is called.
 
     Returns the largest spread of two plain runs.
 
-    min_i |found - plain_i|  <=  max_ij |plain_i - plain_j|,  or of gradients
+    min_i |actual - plain_i| <=  max_ij |plain_i - plain_j|,  or of gradients
                              <=  4 * max |plain| * max over all of their type (max_ij |plain_i - plain_j| / max |plain|)
     """
     # Spread among the plain runs, per tensor; for sums also the largest relative spread of their type.
-    runs, results = [state.tensors for state in plain], found.tensors
+    runs, results = [state.tensors for state in plain], actual.tensors
     together = [name for name, t in runs[0].items() if name in sums and t.is_floating_point() and t.numel()]
     largest = {name: float(runs[0][name].abs().max()) for name in together}
     spreads = {
@@ -422,37 +421,37 @@ class Reach:
         """Run and measure a step that gives outputs and gradients by name; copy its state, restore the one before."""
         with self.put_back():
             use = measure_peak(step, self.device)
-            made, gradients = use.result
-            outputs = {f"output {i}": t for i, t in enumerate(tree_leaves(made)) if isinstance(t, torch.Tensor)}
+            result, gradients = use.result
+            outputs = {f"output {i}": t for i, t in enumerate(tree_leaves(result)) if isinstance(t, torch.Tensor)}
             state = {self.name(t): t for t in self.tensors}
             for optimizer in self._optimizers:
                 for p, values in optimizer.state.items():
-                    of = f"of {type(optimizer).__name__} for {self._names[id(p)]}"
+                    suffix = f"of {type(optimizer).__name__} for {self._names[id(p)]}"
                     numbers = {name: torch.tensor(n) for name, n in values.items() if isinstance(n, (int, float))}
-                    kept = {name: t for name, t in values.items() if isinstance(t, torch.Tensor)} | numbers
-                    state |= {f"{name} {of}": t for name, t in kept.items()}
-            there = {name: t for name, t in gradients.items() if t is not None}
+                    tensors = {name: t for name, t in values.items() if isinstance(t, torch.Tensor)} | numbers
+                    state |= {f"{name} {suffix}": t for name, t in tensors.items()}
+            defined = {name: t for name, t in gradients.items() if t is not None}
             numpy_state = np.random.get_state()  # noqa: NPY002  # the user's generator
-            drawn = {TORCH: random_states(self.device), PYTHON: random.getstate(), NUMPY: numpy_state}
-            return StepState(_copied(outputs), _copied(there), _copied(state), drawn, replace(use, result=None))
+            generators = {TORCH: random_states(self.device), PYTHON: random.getstate(), NUMPY: numpy_state}
+            return StepState(_copied(outputs), _copied(defined), _copied(state), generators, replace(use, result=None))
 
     @contextmanager
     def put_back(self) -> Iterator[None]:
         """Restore tensors, their gradients, the optimizers and the random states after the block."""
         gradients = [(t, t.grad) for t in self.tensors if t.is_leaf]
         states = [{p: dict(values) for p, values in o.state.items()} for o in self._optimizers]
-        copies = [copy.deepcopy([*of.values()]) for of in states]
-        settings = [(one, dict(one)) for o in self._optimizers for one in (vars(o), *o.param_groups)]
+        copies = [copy.deepcopy([*state.values()]) for state in states]
+        settings = [(mapping, dict(mapping)) for o in self._optimizers for mapping in (vars(o), *o.param_groups)]
         try:
             with restored(self.tensors):
                 yield
         finally:
-            for one, before in settings:
-                one.clear()
-                one.update(before)
-            for optimizer, of, values in zip(self._optimizers, states, copies, strict=True):
+            for mapping, before in settings:
+                mapping.clear()
+                mapping.update(before)
+            for optimizer, state, values in zip(self._optimizers, states, copies, strict=True):
                 optimizer.state.clear()
-                for (parameter, held), before in zip(of.items(), values, strict=True):
+                for (parameter, held), before in zip(state.items(), values, strict=True):
                     # A tensor gets its values back: others may hold it too.
                     with torch.no_grad():
                         optimizer.state[parameter] = {

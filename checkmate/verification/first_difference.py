@@ -50,40 +50,40 @@ def first_difference(capture: Capture, solution: Solution, run: Callable[[Step],
     """
     problem = solution.problem
 
-    def profile(one: Joint) -> Profile:
+    def profile(joint: Joint) -> Profile:
         if not problem.splits:
             return problem.profile
-        costs = np.zeros(len(one.graph.ops))  # of the step as it is captured, with its loss at once
+        costs = np.zeros(len(joint.graph.ops))  # of the step as it is captured, with its loss at once
         return Profile(costs, costs, problem.resident)
 
     def fingerprints(plan: Solution) -> list[tuple[str, list[str]]]:
         """Fingerprints of each value by node, in the order of a plan."""
-        found: list[tuple[str, list[str]]] = []
+        prints: list[tuple[str, list[str]]] = []
 
         def lower(module: fx.GraphModule, _: list[Any]) -> Callable[[list[Any]], Any]:
-            recorder = _Recorder(module, found)
+            recorder = _Recorder(module, prints)
             return takes_one_list(lambda values: recorder.run(*values))
 
         run(capture(Backend(lambda _: plan, lower, profile)))
-        return found
+        return prints
 
     plainly = replace(problem, rules=(), host=None, profile=replace(problem.profile, ways=()))
     once = dict(fingerprints(solve(plainly, MAX_BYTES, method="checkpoint-all")))
     nodes = {node.name: node for node in joint_of(problem).module.graph.nodes}
-    for name, found in fingerprints(solution):
+    for name, hashes in fingerprints(solution):
         again, node = _ANOTHER.search(name), nodes.get(_ANOTHER.sub("", name))
         if node is None or node.name not in once:
             continue
         count = _OF_INPUT.get(node.target) if again else None
-        if once[node.name][:count] != found[:count]:
+        if once[node.name][:count] != hashes[:count]:
             time = f" when it runs for time {int(again[1]) + 1}" if again else ""
             return f"{_described(node)}{time}: the plan runs it on other values than the captured step, or it wavers."
-    with _Made() as made:
+    with _Made() as recorder:
         run(lambda *args, **kwargs: plain(*args, **kwargs))
     for node in nodes.values():
         # An op that plain PyTorch runs too, but never with this result.
-        known, prints = made.fingerprints.get(_family(node.target)), once.get(node.name)
-        if known and prints and not known.issuperset(prints):
+        plain_prints, prints = recorder.fingerprints.get(_family(node.target)), once.get(node.name)
+        if plain_prints and prints and not plain_prints.issuperset(prints):
             return f"{_described(node)}: plain PyTorch makes no such value; it was captured as another computation."
     return None
 
@@ -91,9 +91,9 @@ def first_difference(capture: Capture, solution: Solution, run: Callable[[Step],
 class _Recorder(fx.Interpreter):
     """Runs a module node by node and takes fingerprints of each result at once, before it can be overwritten."""
 
-    def __init__(self, module: fx.GraphModule, found: list[tuple[str, list[str]]]) -> None:
+    def __init__(self, module: fx.GraphModule, prints: list[tuple[str, list[str]]]) -> None:
         super().__init__(module)
-        self.found, self._writes = found, writes_of(module.graph)
+        self.found, self._writes = prints, writes_of(module.graph)
 
     def run_node(self, n: fx.Node) -> Any:
         if n in self._writes:

@@ -109,8 +109,8 @@ def links_text(solution: Solution, line: Timeline) -> str:
     waited = any(use.waited for uses in line.lanes.values() for use in uses)
     waits = ", framed where the step waits for one" if waited else "; it waits for none"
     away = solution.second_memory
-    there = f" Below these are the bytes in the second memory, at most {format_bytes(away.peak)}." if away else ""
-    return f"Below the memory is what links carry while the step runs, as bars{waits}: {', '.join(words)}.{there}"
+    note = f" Below these are the bytes in the second memory, at most {format_bytes(away.peak)}." if away else ""
+    return f"Below the memory is what links carry while the step runs, as bars{waits}: {', '.join(words)}.{note}"
 
 
 def schedule_text(solution: Solution) -> str:
@@ -141,12 +141,12 @@ def addresses_text(placed: Addresses) -> str:
 
 def frontier_text(rows: list[Row]) -> str:
     """Describe the picture of cost against peak."""
-    found = [row for row in rows if row.peak is not None]
-    text = f"{_counted(len(found), 'plan')} for {_counted(len({row.budget for row in rows}), 'budget')}. "
-    if len(found) == 1:
-        text += f"It takes {format_seconds(found[0].cost)} at a peak of {format_bytes(found[0].peak or 0)}. "
-    elif found:
-        low, high = (f(found, key=lambda row: (row.cost, row.peak or 0)) for f in (min, max))
+    plans = [row for row in rows if row.peak is not None]
+    text = f"{_counted(len(plans), 'plan')} for {_counted(len({row.budget for row in rows}), 'budget')}. "
+    if len(plans) == 1:
+        text += f"It takes {format_seconds(plans[0].cost)} at a peak of {format_bytes(plans[0].peak or 0)}. "
+    elif plans:
+        low, high = (f(plans, key=lambda row: (row.cost, row.peak or 0)) for f in (min, max))
         ends = (f"{format_seconds(r.cost)} at a peak of {format_bytes(r.peak or 0)}" for r in (low, high))
         text += f"The fastest takes {next(ends)}, the slowest {next(ends)}. "
     return text + "No schedule is in the hatched part: that is proven."

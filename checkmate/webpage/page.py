@@ -96,7 +96,7 @@ def report(
     placed = addresses(solution)
     style = _part("vendor/uPlot.min.css") + _part("page.css")
     script = f"/*{_part('vendor/uPlot.LICENSE')}*/\n" + "".join(map(_part, SCRIPTS))
-    said = {
+    words = {
         "lead": f"{solution.title[0].upper()}{solution.title[1:]}.",
         "answer": list(captions.answer(solution)),
         "figures": solution.facts,
@@ -113,7 +113,7 @@ def report(
     environment.filters["breakable"] = lambda text: Markup(re.sub(r"(?<=\w_)(?=[^_])", "<wbr>", escape(text)))
     environment.policies["json.dumps_kwargs"] = {"allow_nan": False, "separators": (",", ":")}
     page = environment.from_string(_part("page.html")).render(
-        _visible(said),
+        _visible(words),
         title=_visible(captions.title(solution)),
         version=__version__,
         style=Markup(style),
@@ -224,10 +224,10 @@ def page_data(
                 "id": f"table-{name}",
                 "title": title,
                 "heads": [(column.head, column.show is not None) for column in columns],
-                "rows": [[_cell(texts, column, row) for column in columns] for row in each],
+                "rows": [[_cell(texts, column, row) for column in columns] for row in entries],
                 "go": go,
             }
-            for name, title, columns, each, go in _tables(line, problem, peak, rows, stages)
+            for name, title, columns, entries, go in _tables(line, problem, peak, rows, stages)
         ],
         "texts": list(texts),  # at last, when all are known: names and the cells of tables are indices of these
     }
@@ -261,10 +261,10 @@ def _tables(
     ops, runs = costs_of(problem).rows, [list[int]() for _ in problem.graph.ops]  # indices of the moments of each op
     for moment in line.moments:
         runs[moment.op].append(moment.index)
-    more, spent = [len(of) - 1 for of in runs], [len(of) * op.seconds for of, op in zip(runs, ops, strict=True)]
-    before = [", ".join(ops[stages[i]].name for i in of[1:]) for of in runs]
+    more, spent = [len(ms) - 1 for ms in runs], [len(ms) * op.seconds for ms, op in zip(runs, ops, strict=True)]
+    before = [", ".join(ops[stages[i]].name for i in ms[1:]) for ms in runs]
     names = Column("op", "name"), Column("computes", "target")
-    _, each, share, makes, workspace, lifetime, phase, _, where = COLUMNS
+    _, seconds, share, makes, workspace, lifetime, phase, _, where = COLUMNS
     if dear := sorted((op for op in ops if more[op.op]), key=lambda op: -more[op.op] * op.seconds):
         columns = (
             *names,
@@ -277,7 +277,6 @@ def _tables(
         yield "again", f"What is run again ({len(dear)} ops)", columns, dear, [runs[op.op][1] for op in dear]
     if peak.prices:
         yield "prices", "What less or more memory would change", PRICES, peak.prices, None
-    # The use of links.
     when = (
         Column("asked for after", lambda use: line.moments[use.after].name),
         Column("begins", "begin", format_seconds),
@@ -291,13 +290,13 @@ def _tables(
         columns = Column("op", "name"), Column("link", "lane"), *when
         yield "carried", f"Ops on links ({len(carried)})", columns, carried, [use.run for use in carried]
     # The costs of all ops, the most seconds first.
-    over = [next((line.moments[i].over for i in of if line.moments[i].over), "") for of in runs]
+    over = [next((line.moments[i].over for i in ms if line.moments[i].over), "") for ms in runs]
     by_cost = sorted(ops, key=lambda op: -spent[op.op])
     columns = (
         *names,
         Column("runs", lambda op: len(runs[op.op]), str),
         Column("in all", lambda op: spent[op.op], format_seconds),
-        *(each, share, makes, workspace, lifetime, phase),
+        *(seconds, share, makes, workspace, lifetime, phase),
         *[Column("written over", lambda op: over[op.op])] * any(over),
         where,
     )
@@ -309,7 +308,7 @@ def _tables(
 
 def _links(line: Timeline) -> dict[str, Any]:
     """The traffic of each link, the waits for it, and the bytes in a second memory if it is used."""
-    there = {"levels": line.levels, "most": max(line.host_bytes), "bytes": line.host_bytes}
+    host = {"levels": line.levels, "most": max(line.host_bytes), "bytes": line.host_bytes}
     return {
         "lanes": [
             {
@@ -321,7 +320,7 @@ def _links(line: Timeline) -> dict[str, Any]:
             }
             for (name, uses), (fill, hatch) in zip(line.lanes.items(), cycle(LANES))
         ],
-        "memory": there if line.crossings else None,
+        "memory": host if line.crossings else None,
         "waits": [format_seconds(m.waited) if m.waited else "" for m in line.moments],
     }
 
@@ -340,10 +339,10 @@ def _frontier_data(solution: Solution, rows: list[Row]) -> dict[str, Any]:
         return peak, cost, f"{name}: peak {format_bytes(peak)}, step {format_seconds(cost)}"
 
     methods = by_method(rows)
-    this = solution.peak or 0, solution.cost
-    proven, low, high = proven_area(rows, [this, *(at for line in methods for at in line.points)])
+    mark = solution.peak or 0, solution.cost
+    proven, low, high = proven_area(rows, [mark, *(at for line in methods for at in line.points)])
     return {
-        "this": point("this plan", *this),
+        "this": point("this plan", *mark),
         "methods": [{"label": line.label, "points": [point(line.name, *at) for at in line.points]} for line in methods],
         "proven": proven,
         "range": (low, high),

@@ -118,9 +118,9 @@ def greedy(kind: str) -> Callable[..., Remarks]:
         def runs(i: int) -> np.ndarray:
             return kept_by_the_forward(problem, kept(problem, choices[i]))
 
-        about = {"candidates": len(candidates), "selections": len(choices)}
+        figures = {"candidates": len(candidates), "selections": len(choices)}
         best = [{"checkpoints": len(places)} for places in choices]
-        return cheapest(task, incumbent, name, len(choices), runs, about, best.__getitem__, tries=tries)
+        return cheapest(task, incumbent, name, len(choices), runs, figures, best.__getitem__, tries=tries)
 
     return run
 
@@ -131,7 +131,7 @@ def cheapest(
     method: str,
     settings: int,
     runs: Callable[[int], np.ndarray],
-    about: Mapping[str, int] = {},
+    figures: Mapping[str, int] = {},
     of_best: Callable[[int], Mapping[str, int]] = lambda best: {},
     *,
     tries: int = 1,
@@ -141,8 +141,8 @@ def cheapest(
 
     All are tried, if the tries suffice. Else half of the tries spread evenly, and the others halve the gaps between
     settings tried, first those beside the best so far: the cheapest that fits, or where none does the one of the
-    smallest peak. One at least is tried. ``runs`` gives R (T, T) of a setting, ``about`` figures of all, ``of_best`` of
-    the best one; ``remedy`` ends the message where none fits.
+    smallest peak. One at least is tried. ``runs`` gives R (T, T) of a setting; the details are the ``figures``, and
+    those that ``of_best`` gives of the best setting; ``remedy`` ends the message where none fits.
     """
     coarse = settings if settings <= tries else max(2, int(COARSE * tries))
     waiting = sorted({round(i) for i in np.linspace(0, settings - 1, coarse).tolist()})
@@ -163,7 +163,7 @@ def cheapest(
             beside = closest if best is None else best
             gaps = [(beside in (a, b), b - a, (a + b) // 2) for a, b in pairwise(sorted(tried)) if b - a > 1]
             waiting = [max(gaps)[2]] if gaps else []
-    details = {**about, **({} if best is None else of_best(best)), "tried": len(tried)}
+    details = {**figures, **({} if best is None else of_best(best)), "tried": len(tried)}
     if best is not None:
         return Remarks(details=details)
     peak = incumbent.least_peak
@@ -194,17 +194,17 @@ def selections(filled: Sequence[int], most: int = MOST_SELECTIONS) -> list[tuple
         return tuple(chosen), smallest
 
     # Step from each b to the next that changes the set.
-    found: list[tuple[int, ...]] = []
+    choices: list[tuple[int, ...]] = []
     b = 0
-    while len(found) < most:
+    while len(choices) < most:
         chosen, smallest = by_bytes(b)
-        found.append(chosen)
+        choices.append(chosen)
         if not chosen:
-            return found
+            return choices
         b = smallest
     # Too many sets: a geometric selection of b.
     growing = np.geomspace(by_bytes(0)[1], filled[-1], most - 1).tolist()
-    return [*dict.fromkeys([found[0], *(by_bytes(b)[0] for b in growing), ()])]
+    return [*dict.fromkeys([choices[0], *(by_bytes(b)[0] for b in growing), ()])]
 
 
 def kept(problem: Problem, checkpoints: Sequence[int]) -> set[int]:
@@ -225,7 +225,7 @@ def droppable(problem: Problem) -> frozenset[int]:
 def flow(problem: Problem) -> nx.DiGraph:
     """The forward ops that may run again, by index, with an edge from each op to the readers of its droppable values.
 
-    Left out are ops that use no input of the step, nor does any ancestor, in a graph in which some op does.
+    Ops that use no input of the step, nor does any ancestor of theirs, are left out if some op of the graph uses one.
 
     >>> flow(Problem.from_dag([[], [0], [0, 1], [2]], seconds=[1] * 4, sizes=[4] * 4)).edges
     OutEdgeView([(0, 1), (0, 2), (1, 2)])

@@ -135,8 +135,8 @@ class Around:
         """(N,) seconds of the evicted ops around each of the values (N,), all resident; each op once per direction."""
         for v in values[np.isnan(self.sums[values])].tolist():
             self.sums[v] = 0.0
-            for there, _ in self.ways:
-                ops = {self.tables.producer[w] for w in self._reached(v, there) if w in self.evicted}
+            for neighbours, _ in self.ways:
+                ops = {self.tables.producer[w] for w in self._reached(v, neighbours) if w in self.evicted}
                 self.sums[v] += sum(self.tables.seconds[k] for k in sorted(ops))
         return self.sums[values]
 
@@ -182,9 +182,9 @@ class Classes:
     def seconds(self, values: np.ndarray) -> np.ndarray:
         """(N,) seconds of the classes next to each of these values, each class once."""
         V, total = len(self.class_of), np.array([*self.total, 0.0])
-        wanted = np.zeros(V, dtype=bool)
-        wanted[values] = True
-        edges = wanted[self.edge_from] & (self.class_of[self.edge_to] >= 0)
+        mask = np.zeros(V, dtype=bool)
+        mask[values] = True
+        edges = mask[self.edge_from] & (self.class_of[self.edge_to] >= 0)
         pairs = np.unique(self.edge_from[edges] * len(total) + self.class_of[self.edge_to[edges]])
         return np.bincount(pairs // len(total), weights=total[pairs % len(total)], minlength=V)[values]
 
@@ -263,7 +263,6 @@ class Runtime:
             lacking = self._make_room(k)
             if lacking > 0:
                 return DeadEnd(k, lacking)
-            # run it
             self.now += tables.seconds[k]
             for v in outputs:
                 if not self.at_hand[v]:
@@ -369,8 +368,8 @@ class Runtime:
 
         def bound_bytes(v: int) -> int | None:
             """Bytes that would become unevictable if v went for good; None if some needed value is made from v."""
-            made = [w for j in tables.users[v] if self.may_run[j] for w in tables.outputs[j]]
-            needed = [w for w in made if self.claims[w] and not tables.result[w]]
+            products = [w for j in tables.users[v] if self.may_run[j] for w in tables.outputs[j]]
+            needed = [w for w in products if self.claims[w] and not tables.result[w]]
             if self.locks[v] or not all(self.at_hand[w] for w in needed):
                 return None
             return sum(tables.size[w] for w in needed if self.evictable[w])

@@ -63,8 +63,8 @@ def griewank(task: Task, incumbent: Incumbent, *, candidates: str = "chain", tri
     def of_best(i: int) -> dict[str, int]:
         return {"slots": i + 1, "least steps": least_steps(length, i + 1)}
 
-    about = {"candidates": len(line), "steps": length}
-    return cheapest(task, incumbent, "griewank", length, runs, about, of_best, tries=tries)
+    figures = {"candidates": len(line), "steps": length}
+    return cheapest(task, incumbent, "griewank", length, runs, figures, of_best, tries=tries)
 
 
 def beta(s: int, r: int) -> int:
@@ -139,7 +139,7 @@ def reversal(
     ops = list(needed)
     if not ops:
         return np.eye(len(graph.ops), dtype=bool)
-    others = set(range(len(graph.values))) - droppable(problem)
+    always = set(range(len(graph.values))) - droppable(problem)
 
     def in_slots(t: int) -> set[int]:
         return {v for j in at[needed[t]] if j for v in graph.ops[line[j - 1]].outputs}
@@ -147,10 +147,10 @@ def reversal(
     # the first reversal keeps all that its ops read
     first = {v for t in ops if needed[t] == needed[ops[0]] for v in graph.ops[t].inputs}
     slots = in_slots(ops[0])
-    kept_after = {graph.forward_length - 1: others | slots | first}
+    kept_after = {graph.forward_length - 1: always | slots | first}
     for t, following in itertools.pairwise(ops):
         # let go only where another state is needed next, and of no slot that is still to be read
         if needed[following] < needed[t]:
             slots = {v for v in slots if graph.users[v] and graph.users[v][-1] > t} | in_slots(following)
-            kept_after[t] = others | slots
+            kept_after[t] = always | slots
     return on_demand(problem, kept_after)

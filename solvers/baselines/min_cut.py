@@ -96,18 +96,18 @@ def most_seconds(seconds: Mapping[int, float], weight: Mapping[int, int], allowa
     if sum(weight[k] for k in ops) <= allowance:
         return sorted(picked + ops)
     unit = -(-allowance // SLOTS) or 1
-    left = allowance // unit
-    best = np.zeros(left + 1)  # seconds, by slots that may be filled
-    took = np.zeros((len(ops), left + 1), dtype=bool)
+    room = allowance // unit
+    best = np.zeros(room + 1)  # seconds, by slots that may be filled
+    took = np.zeros((len(ops), room + 1), dtype=bool)
     for i, k in enumerate(ops):
         slots = -(-weight[k] // unit)
-        with_k = best[: left + 1 - slots] + seconds[k]
+        with_k = best[: room + 1 - slots] + seconds[k]
         took[i, slots:] = with_k > best[slots:]
         best[slots:] = np.maximum(best[slots:], with_k)
     for i in reversed(range(len(ops))):
-        if took[i, left]:
+        if took[i, room]:
             picked.append(ops[i])
-            left -= -(-weight[ops[i]] // unit)
+            room -= -(-weight[ops[i]] // unit)
     return sorted(picked)
 
 

@@ -90,8 +90,8 @@ def rotor(task: Task, incumbent: Incumbent) -> Remarks:
     if len(reasons) == 2:
         return Remarks(f"does not apply: {reasons[-1]}")
     least = incumbent.least_peak
-    taken = "" if least is None else f"; that of least memory takes {format_bytes(least)}"
-    return Remarks("" if details else f"no persistent schedule of the chain fits{taken}", details)
+    note = "" if least is None else f"; that of least memory takes {format_bytes(least)}"
+    return Remarks("" if details else f"no persistent schedule of the chain fits{note}", details)
 
 
 class Option(NamedTuple):
@@ -234,15 +234,15 @@ def segments_of(problem: Problem, *, fine: bool = False) -> list[Segment]:
     # belongs: the segment of each op of the backward; if it reads what flows across a cut, the later one if it can
     segment_of = np.searchsorted([p for p, _ in cuts], np.arange(first), side="right")
     across = {value for _, value in cuts}
-    belongs, now = [], len(cuts)
+    belongs, segment = [], len(cuts)
     for op in graph.ops[first:]:
         read = [(v, p) for v in op.inputs if v not in anyway and (p := graph.values[v].producer or 0) < first]
-        now = min([now, *(int(segment_of[p]) + (v in across) for v, p in read)])
+        segment = min([segment, *(int(segment_of[p]) + (v in across) for v, p in read)])
         for v, p in read:
-            if segment_of[p] > now:
+            if segment_of[p] > segment:
                 raise NotAChain(f"{op.name} of the backward reads {graph.values[v].name} out of the order of a chain")
-        belongs.append(now)
-    starts = [first + sum(i < now for now in belongs) for i in range(len(cuts) + 1)] + [len(graph.ops)]
+        belongs.append(segment)
+    starts = [first + sum(i < segment for segment in belongs) for i in range(len(cuts) + 1)] + [len(graph.ops)]
     own = [i for i in range(len(cuts) + 1) if starts[i] < starts[i - 1]]  # segments with a backward of their own
     if len(own) < 2:
         raise NotAChain("all data of the forward flows through one value nowhere, or only before what needs a backward")
@@ -251,8 +251,8 @@ def segments_of(problem: Problem, *, fine: bool = False) -> list[Segment]:
         end, leaves = (first, None) if i == own[-1] else cuts[i]
         forward, backward = range(begin, end), range(starts[i], starts[i - 1])
         flows = set() if leaves is None else {leaves}
-        made = {v for k in forward for v in graph.ops[k].outputs} - anyway
-        saved = frozenset(made.intersection(v for k in backward for v in graph.ops[k].inputs) | flows)
+        outputs = {v for k in forward for v in graph.ops[k].outputs} - anyway
+        saved = frozenset(outputs.intersection(v for k in backward for v in graph.ops[k].inputs) | flows)
         runs_to_pass, runs_to_keep = (ops_for(graph, forward, values, anyway) for values in (flows, saved))
         segments.append(Segment(forward, backward, leaves, saved, runs_to_pass, runs_to_keep))
         begin = end
@@ -261,9 +261,9 @@ def segments_of(problem: Problem, *, fine: bool = False) -> list[Segment]:
 
 def at_hand_anyway(graph: Graph) -> frozenset[int]:
     """The values that stay in memory from their first execution on under every choice."""
-    given = (v for v, value in enumerate(graph.values) if value.producer is None)
+    inputs = (v for v, value in enumerate(graph.values) if value.producer is None)
     pinned = (v for op in graph.ops if op.pinned is not None for v in op.outputs)
-    return frozenset([*graph.outputs, *given, *pinned])
+    return frozenset([*graph.outputs, *inputs, *pinned])
 
 
 def measure(problem: Problem, segments: list[Segment]) -> Chain:
@@ -276,8 +276,8 @@ def measure(problem: Problem, segments: list[Segment]) -> Chain:
 
     def gradients(b: int) -> set[int]:
         """The values, no results, that the backward makes before op b and reads at b or later."""
-        made = (v for op in graph.ops[graph.forward_length : b] for v in op.outputs)
-        return {v for v in made if graph.users[v] and graph.users[v][-1] >= b} - results
+        values = (v for op in graph.ops[graph.forward_length : b] for v in op.outputs)
+        return {v for v in values if graph.users[v] and graph.users[v][-1] >= b} - results
 
     rows, lasting, late = [], [], []
     for s in segments:
@@ -317,16 +317,16 @@ def measure(problem: Problem, segments: list[Segment]) -> Chain:
 
 def _peak(problem: Problem, ops: range, start: Iterable[int], stays: Iterable[int], uncounted: frozenset[int]) -> int:
     """The peak of these ops, from the values in memory before; all values but ``stays`` go after their last use."""
-    graph, sizes, here, stays = problem.graph, problem.sizes, set(start), set(stays)
-    live = peak = int(sum(sizes[v] for v in here))
+    graph, sizes, at_hand, stays = problem.graph, problem.sizes, set(start), set(stays)
+    live = peak = int(sum(sizes[v] for v in at_hand))
     for k in ops:
-        made = set(graph.ops[k].outputs) - uncounted
-        here |= made
-        live += int(sum(sizes[v] for v in made))
+        outputs = set(graph.ops[k].outputs) - uncounted
+        at_hand |= outputs
+        live += int(sum(sizes[v] for v in outputs))
         peak = max(peak, live + int(problem.workspace[k]))
-        touched = here.intersection((*graph.ops[k].inputs, *graph.ops[k].outputs)) - stays
+        touched = at_hand.intersection((*graph.ops[k].inputs, *graph.ops[k].outputs)) - stays
         gone = {v for v in touched if not any(j in ops and j > k for j in graph.users[v])}
-        here -= gone
+        at_hand -= gone
         live -= int(sum(sizes[v] for v in gone))
     return peak
 
@@ -336,11 +336,11 @@ def runs_of(problem: Problem, segments: list[Segment], actions: list[Action]) ->
     R = np.eye(len(problem.graph.ops), dtype=bool)
     seen: set[int] = set()
     waiting: list[int] = []
-    for what, i in actions:
-        if what == "backward":
+    for kind, i in actions:
+        if kind == "backward":
             R[segments[i].backward.start, waiting] = True
             waiting = []
         elif i in seen:
-            waiting += segments[i].runs_to_keep if what == "keep" else segments[i].runs_to_pass
+            waiting += segments[i].runs_to_keep if kind == "keep" else segments[i].runs_to_pass
         seen.add(i)
     return without_useless(problem.graph, without_forbidden(problem, R))

@@ -129,7 +129,7 @@ def with_fetches(problem: Problem, sent: Collection[int]) -> WithFetches:
         rows.append((last, 0.0, 0, None, None))
     ops, seconds, workspace, plain, fetched = zip(*rows, strict=True)
     # The rest of the problem by the new places of ops.
-    made = tuple(replace(value, producer=p) for value, p in zip(values, producer, strict=True))
+    new_values = tuple(replace(value, producer=p) for value, p in zip(values, producer, strict=True))
     ways = tuple(
         replace(w, op=place[w.op], makes=None if w.makes in sent else w.makes, workspace=w.workspace + inside(w.op))
         for w in problem.profile.ways
@@ -139,10 +139,10 @@ def with_fetches(problem: Problem, sent: Collection[int]) -> WithFetches:
         replace(rule, ops=tuple(place[k] for k in rule.ops), exempt=tuple((place[k], why) for k, why in rule.exempt))
         for rule in problem.rules
     )
-    there = Problem(Graph(ops, made, graph.outputs), profile, rules=rules)
-    origin = (*range(len(graph.values)), *(v for v in sorted(problem.homes) for of in (stand_in, renewed) if v in of))
+    translation = Problem(Graph(ops, new_values, graph.outputs), profile, rules=rules)
+    origin = (*range(len(graph.values)), *(v for v in sorted(problem.homes) for new in (stand_in, renewed) if v in new))
     over_by = {v: by[v] for v in renewed}
-    return WithFetches(there, plain, fetched, origin, problem.homes, frozenset(away), over_by)
+    return WithFetches(translation, plain, fetched, origin, problem.homes, frozenset(away), over_by)
 
 
 def sendable(problem: Problem) -> list[int]:
@@ -157,8 +157,8 @@ def plain_events(fetching: WithFetches, plan: Plan) -> tuple[list[Event], int]:
 
     Fetches are `MustBeBack`. What an op makes again of what is fetched otherwise goes at once.
     """
-    found: list[Event] = []
-    boundary, ended, ran, made, at_hand = 0, False, set[int](), set[int](), set[int]()
+    events: list[Event] = []
+    boundary, ended, ran, products, at_hand = 0, False, set[int](), set[int](), set[int]()
     graph = fetching.problem.graph
     # For each plain op, its outputs that fetch ops take over.
     by_product: list[list[int]] = []
@@ -169,38 +169,38 @@ def plain_events(fetching: WithFetches, plan: Plan) -> tuple[list[Event], int]:
             by_product[-1].append(v)
     for position, step in enumerate(plan.steps):
         if position == plan.boundary:
-            boundary = len(found)
+            boundary = len(events)
         # What is read again once it is overwritten stays then, and what is here in the end stays, too.
         if isinstance(step, Free):
             at_hand.discard(step.value)
             stays = ended or fetching.renewed.get(step.value) in ran
-            found += [] if stays else [Free(fetching.plain[step.value])]
+            events += [] if stays else [Free(fetching.plain[step.value])]
             continue
         assert isinstance(step, Run)
         k, v = fetching.op[step.op], fetching.value[step.op]
         # The first run of a fetch op is the value made by its op, or kept here, but for homes; any later one a fetch.
         if v is not None:
             (makes,) = graph.ops[step.op].outputs
-            if (makes in made or step.op in fetching.away) and makes not in at_hand:
-                found.append(MustBeBack(v))
-            made.add(makes)
+            if (makes in products or step.op in fetching.away) and makes not in at_hand:
+                events.append(MustBeBack(v))
+            products.add(makes)
             at_hand.add(makes)
             continue
         if k is None:
             ended = True
             continue
         # A plain op runs; when it runs again, values that are fetched elsewhere go at once.
-        found.append(Run(k, step.over))
+        events.append(Run(k, step.over))
         at_hand.update(graph.ops[step.op].outputs)
         at_hand.discard(step.over if step.over is not None else -1)
         if k in ran:
-            found += [Free(w) for w in by_product[k] if w not in at_hand]
+            events += [Free(w) for w in by_product[k] if w not in at_hand]
         ran.add(k)
-    return found, boundary if plan.boundary < len(plan.steps) else len(found)
+    return events, boundary if plan.boundary < len(plan.steps) else len(events)
 
 
 def place_transfers(problem: Problem, budget: int, happens: Sequence[Event], boundary: int) -> Plan | None:
-    """The faster plan with these runs in this order: sent values are written over, or freed by their own transfer.
+    """The faster of two plans with these runs in this order: ops write over sent values in one, and not in the other.
 
     A write over a value waits for its transfer; with room for both, the op writes elsewhere and nothing waits.
 
@@ -227,7 +227,7 @@ def place_transfers(problem: Problem, budget: int, happens: Sequence[Event], bou
 
 
 def _placed(problem: Problem, budget: int, happens: Sequence[Event], boundary: int) -> Plan | None:
-    """A plan with these events, whose arguments are those of `place_transfers`."""
+    """A plan with these events; the arguments are those of `place_transfers`."""
     out = _sends(problem, budget, happens, boundary)
     if out is None:
         return None
@@ -239,17 +239,17 @@ def _placed(problem: Problem, budget: int, happens: Sequence[Event], boundary: i
             break
         best, least = plan, when.seconds
         # When each step is reached if its fetches are placed elsewhere: waits leave time, and a fetch has its wait's.
-        rest = iter([at for step, at in zip(plan.steps, when.at, strict=True) if not isinstance(step, Fetch)])
-        now = [0.0 if isinstance(step, Fetch) else next(rest) for step in out.steps]
-        out.now = [now[i + 1] if isinstance(step, Fetch) else now[i] for i, step in enumerate(out.steps)]
+        moments = iter([at for step, at in zip(plan.steps, when.at, strict=True) if not isinstance(step, Fetch)])
+        times = [0.0 if isinstance(step, Fetch) else next(moments) for step in out.steps]
+        out.now = [times[i + 1] if isinstance(step, Fetch) else times[i] for i, step in enumerate(out.steps)]
     return best
 
 
 def _by_need(problem: Problem, plan: Plan) -> Plan:
-    """The faster plan in which sends that hold up a transfer which is waited for sooner begin after it."""
+    """Move sends behind transfers that they hold up and that are waited for sooner, wherever that saves seconds."""
     assert problem.host is not None
-    when = timing(plan, problem)
-    stalls, tries = sorted(when.stalls, key=lambda stall: stall[1]), TRIES
+    times = timing(plan, problem)
+    stalls, tries = sorted(times.stalls, key=lambda stall: stall[1]), TRIES
     while stalls and tries:
         position, tries = stalls.pop()[0], tries - 1
         # The transfer that is waited for, and the last send before it on its link that is waited for later.
@@ -260,16 +260,16 @@ def _by_need(problem: Problem, plan: Plan) -> Plan:
                 under_way[step.value] = i
             elif isinstance(step, Wait):
                 ends[under_way.pop(step.value)] = i
-        asked = next(i for i, end in ends.items() if end == position)
-        sends = [i for i, end in ends.items() if i < asked and end > position and isinstance(plan.steps[i], Send)]
-        if not sends or (isinstance(plan.steps[asked], Fetch) and not problem.host.one_link):
+        transfer = next(i for i, end in ends.items() if end == position)
+        sends = [i for i, end in ends.items() if i < transfer and end > position and isinstance(plan.steps[i], Send)]
+        if not sends or (isinstance(plan.steps[transfer], Fetch) and not problem.host.one_link):
             continue
         first, steps = max(sends), plan.steps
-        moved = (*steps[:first], *steps[first + 1 : asked + 1], steps[first], *steps[asked + 1 :])
-        other = Plan(moved, plan.boundary - (first < plan.boundary <= asked))
-        if (then := timing(other, problem)).seconds < when.seconds:
-            plan, when = other, then
-            stalls = sorted(when.stalls, key=lambda stall: stall[1])
+        moved = (*steps[:first], *steps[first + 1 : transfer + 1], steps[first], *steps[transfer + 1 :])
+        other = Plan(moved, plan.boundary - (first < plan.boundary <= transfer))
+        if (new_times := timing(other, problem)).seconds < times.seconds:
+            plan, times = other, new_times
+            stalls = sorted(times.stalls, key=lambda stall: stall[1])
     return plan
 
 
@@ -356,7 +356,7 @@ def _sends(problem: Problem, budget: int, happens: Sequence[Event], boundary: in
         # A value is needed again: it has not gone yet, or it is fetched at no time here.
         if isinstance(event, MustBeBack):
             v = event.value
-            if v in plan.leaving:  # it has not gone yet
+            if v in plan.leaving:
                 del plan.leaving[v]
                 continue
             if v in plan.on_device:
@@ -418,10 +418,10 @@ def _fetches(problem: Problem, budget: int, plan: Outward) -> Plan:
         assert isinstance(step, Fetch)
         size = int(sizes[step.value])
         busy = min(busy, plan.now[position]) - host.seconds_to_fetch(size)
-        wanted = min(position, max(first, bisect_right(plan.now, busy) - 1))
+        target = min(position, max(first, bisect_right(plan.now, busy) - 1))
         # It begins after the last step at which there is no room for it.
-        full = np.flatnonzero(live[wanted:position] + size > budget)
-        begin = wanted + int(full[-1]) + 1 if len(full) else wanted
+        full = np.flatnonzero(live[target:position] + size > budget)
+        begin = target + int(full[-1]) + 1 if len(full) else target
         # Frees take no time: it begins behind them.
         begin = next((i for i in range(begin, position) if not isinstance(steps[i], Free)), position)
         live[begin:position] += size

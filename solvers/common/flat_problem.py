@@ -99,7 +99,7 @@ class Touches:
             first = len(pairs)
             pairs += [(v, k, value.producer) for k in (value.producer, *graph.users[v])]
             earlier += [(e, i) for e in range(first, len(pairs)) for i in range(first, e)]
-        savings = [dict(of) for of in problem.savings]
+        savings = [dict(ways) for ways in problem.savings]
         saved = np.array([savings[k].get(v, 0) for v, k, _ in pairs], dtype=np.int64)
         value_, op, made_by = np.array(pairs, dtype=np.int64).reshape(-1, 3).T
         late, early = np.array(earlier, dtype=np.int64).reshape(-1, 2).T

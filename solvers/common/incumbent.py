@@ -173,23 +173,23 @@ class Incumbent:
         cost = simulator.cost(found, problem)
         return cost < self.cost and self._take(found, None, cost, f"The plan of {by}", by)
 
-    def _take(self, plan: Plan, schedule: Schedule | None, cost: float, what: str, by: str) -> bool:
+    def _take(self, plan: Plan, schedule: Schedule | None, cost: float, title: str, by: str) -> bool:
         """Simulate and verify a plan, and keep it if it fits and still is the cheapest."""
         problem, budget = self.task.problem, self.task.budget
-        usage, there = simulator.simulate(plan, problem), 0 if problem.host is None else problem.host.budget
+        usage, host_budget = simulator.simulate(plan, problem), 0 if problem.host is None else problem.host.budget
         complete = schedule is None or schedule.R.diagonal().all()  # an incomplete one is a fault, not too large
-        if complete and (not self._is_within(usage.peak) or usage.host_peak > there):
+        if complete and (not self._is_within(usage.peak) or usage.host_peak > host_budget):
             return False
         if schedule is not None and (roomier := simulator.without_slower_ways(plan, problem, budget)) is not plan:
             plan, usage = roomier, simulator.simulate(roomier, problem)
         schedule = schedule or Schedule.of_plan(problem.graph, plan, problem.kept)
-        best = _verified(problem, budget, schedule, plan, usage, what)
+        best = _verified(problem, budget, schedule, plan, usage, title)
         with self._lock:
             if cost >= self.cost:
                 return False
             if contradicts(self.bound, cost):
-                said = "a bound of %.6g s was wrong: a verified schedule of %s takes %.6g s"
-                log.log(_gravity(plan), said, self.bound, by, cost)
+                message = "a bound of %.6g s was wrong: a verified schedule of %s takes %.6g s"
+                log.log(_gravity(plan), message, self.bound, by, cost)
                 self.bound = problem.least_cost
             self.best, self.cost, self.found[by] = best, cost, cost
             self._record(by)
@@ -202,8 +202,8 @@ class Incumbent:
         """
         with self._lock:
             if contradicts(bound, self.cost):
-                said = "a bound of %.6g s is wrong: a verified schedule takes %.6g s"
-                log.log(_gravity(self.plan), said, bound, self.cost)
+                message = "a bound of %.6g s is wrong: a verified schedule takes %.6g s"
+                log.log(_gravity(self.plan), message, bound, self.cost)
             elif bound > self.bound:  # false for NaN
                 self.bound = bound
                 last = self.trajectory[-1][2] if self.trajectory else 0.0
@@ -220,12 +220,12 @@ class Incumbent:
     def solution(self, method: str, remarks: Remarks) -> Solution:
         """The answer: the best plan with remarks, or the reason why there is none."""
         task, method = self.task, remarks.method or method
-        about: dict[str, Any] = {"message": remarks.message, "details": remarks.details}
+        fields: dict[str, Any] = {"message": remarks.message, "details": remarks.details}
         if self.best is None:
             status = Status.INFEASIBLE if self.is_infeasible else Status.NOT_FOUND
-            about |= {"bound": self.bound, "stuck": remarks.stuck, "seconds": task.clock.elapsed}
-            return Solution(status, task.problem, task.budget, method, **about)
-        answer = self.now(method, **about, interrupted=remarks.interrupted)
+            fields |= {"bound": self.bound, "stuck": remarks.stuck, "seconds": task.clock.elapsed}
+            return Solution(status, task.problem, task.budget, method, **fields)
+        answer = self.now(method, **fields, interrupted=remarks.interrupted)
         spent, low, high = task.clock.elapsed, answer.bound, answer.cost  # others differ in the last digit of a sum
         path = [(seconds, max(cost, high), min(bound, low)) for seconds, cost, bound in self.trajectory]
         return replace(answer, seconds=spent, details={**answer.details, "trajectory": [*path, (spent, high, low)]})
@@ -259,7 +259,7 @@ def _gravity(plan: Plan | None) -> int:
 
 
 def certify(
-    problem: Problem, budget: int, found: np.ndarray | Plan, *, method: str, bound: float = 0.0, **fields: Any
+    problem: Problem, budget: int, candidate: np.ndarray | Plan, *, method: str, bound: float = 0.0, **fields: Any
 ) -> Solution:
     """Verify and simulate R (T, T), or a plan that says more, and make it a Solution.
 
@@ -269,20 +269,20 @@ def certify(
     Raises:
         SolverError: if it breaks a rule or exceeds a budget; the method is wrong then, not the problem.
     """
-    if isinstance(found, Plan):
-        plan, schedule = found, Schedule.of_plan(problem.graph, found, problem.kept)
+    if isinstance(candidate, Plan):
+        plan, schedule = candidate, Schedule.of_plan(problem.graph, candidate, problem.kept)
     else:
-        schedule = Schedule.from_runs(problem.graph, found)
+        schedule = Schedule.from_runs(problem.graph, candidate)
         plan = simulator.without_slower_ways(simulator.lower(problem, schedule), problem, budget)
     best = _verified(problem, budget, schedule, plan, simulator.simulate(plan, problem), f"The schedule of {method}")
     return _with_bound(best, bound, method=method, **fields)
 
 
-def _verified(problem: Problem, budget: int, schedule: Schedule, plan: Plan, usage: Usage, what: str) -> Solution:
+def _verified(problem: Problem, budget: int, schedule: Schedule, plan: Plan, usage: Usage, title: str) -> Solution:
     """Verify a simulated plan, and make it a Solution without a proven bound."""
     if wrong := simulator.check_plan(plan, problem, budget, usage):
         more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
-        raise SolverError(f"{what} is wrong: {wrong[0]}{more}.")
+        raise SolverError(f"{title} is wrong: {wrong[0]}{more}.")
     cost = simulator.cost(plan, problem)
     return Solution(Status.FEASIBLE, problem, budget, "", schedule, plan, cost, peak=usage.peak)
 
@@ -302,15 +302,15 @@ def _with_bound(best: Solution, bound: float, *, method: str, **fields: Any) -> 
     return replace(best, status=status, method=method, bound=bound, **fields)
 
 
-def again(known: Solution, problem: Problem, budget: int, *, bound: float = 0.0, **fields: Any) -> Solution:
+def again(solution: Solution, problem: Problem, budget: int, *, bound: float = 0.0, **fields: Any) -> Solution:
     """Certify a solution's plan anew, for this problem and budget.
 
     Raises:
         SolverError: if it breaks a rule there or exceeds a budget.
     """
-    assert known.schedule is not None
-    found = known.schedule.R if known.plan is None or known.plan.is_a_schedule else known.plan
-    return certify(problem, budget, found, bound=bound, **{"method": known.method, **fields})
+    assert solution.schedule is not None
+    plan = solution.schedule.R if solution.plan is None or solution.plan.is_a_schedule else solution.plan
+    return certify(problem, budget, plan, bound=bound, **{"method": solution.method, **fields})
 
 
 def contradicts(bound: float, cost: float) -> bool:

@@ -59,15 +59,15 @@ class Process:
     """A child process that calls a function of a module, and its messages. A context manager: its end kills the child.
 
     Args:
-        call: is given ``asked`` and, last, a function to tell something with; all that is pickled.
+        call: is given the ``arguments`` and, last, a function to tell something with; all are pickled.
         beside: the training, of low priority.
 
     Raises:
         OSError: if no process can be had.
     """
 
-    def __init__(self, call: Callable[..., Any], *asked: Any, beside: bool = True) -> None:
-        self._sent = pickle.dumps(sys.path) + pickle.dumps((call, asked))
+    def __init__(self, call: Callable[..., Any], *arguments: Any, beside: bool = True) -> None:
+        self._sent = pickle.dumps(sys.path) + pickle.dumps((call, arguments))
         self._said = tempfile.TemporaryFile()  # noqa: SIM115  # closed with the process
         command = [sys.executable, "-c", _CHILD, str(os.getpid()), "beside" if beside else ""]
         pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": self._said}
@@ -93,8 +93,8 @@ class Process:
             self.end()
             code = self._child.wait()
             self._said.seek(0)
-            said = ["it said nothing", *self._said.read().decode(errors="replace").strip().splitlines()]
-            raise SolverError(f"Its process ended with code {code}: {said[-1]}") from None
+            lines = ["it said nothing", *self._said.read().decode(errors="replace").strip().splitlines()]
+            raise SolverError(f"Its process ended with code {code}: {lines[-1]}") from None
 
     def end(self) -> None:
         """Kill the child."""
@@ -161,13 +161,13 @@ class BackgroundProcess(ABC):
     """A child process beside the training, and a thread that receives its messages.
 
     Args:
-        call, asked: of `Process`.
+        call, arguments: of `Process`.
     """
 
     level, failed = logging.INFO, "A call in a process of its own has failed: %s"
 
-    def __init__(self, call: Callable[..., Any], *asked: Any) -> None:
-        self._asked = call, asked
+    def __init__(self, call: Callable[..., Any], *arguments: Any) -> None:
+        self._asked = call, arguments
         self.failure = ""  # why it ended early, if it failed
         self.process: Process | None = None  # while it runs
         self.over, self._ended = threading.Event(), False
@@ -187,12 +187,12 @@ class BackgroundProcess(ABC):
             process.end()
 
     def _run(self, turn: contextlib.AbstractContextManager[Any]) -> None:
-        call, asked = self._asked
+        call, arguments = self._asked
         try:
             with turn:
                 if self._ended:
                     return
-                with Process(call, *asked) as self.process:
+                with Process(call, *arguments) as self.process:
                     if not self._ended:
                         next(answer for answer in self.process.answers() if self.hear(answer))
         except (SolverError, OSError) as error:
@@ -244,11 +244,11 @@ def _tell_result(call: Callable[..., Any], arguments: tuple[Any, ...], tell: Tel
     tell(call(*arguments))
 
 
-def end_with_the_parent(asked: IO[bytes], *, first: bool) -> None:
+def end_with_the_parent(pipe: IO[bytes], *, first: bool) -> None:
     """End this process once nobody holds the other end of its input. ``first``: out of memory kills it first."""
 
     def watch() -> None:
-        os.read(asked.fileno(), 1)  # not from the buffer, whose lock would be held when the process ends by itself
+        os.read(pipe.fileno(), 1)  # not from the buffer, whose lock would be held when the process ends by itself
         os._exit(0)
 
     threading.Thread(target=watch, daemon=True).start()

@@ -65,17 +65,17 @@ def kept_by_the_forward(problem: Problem, kept: Iterable[int]) -> np.ndarray:
 
 
 def ops_for(graph: Graph, ops: range, values: Iterable[int], anyway: Collection[int] = ()) -> tuple[int, ...]:
-    """The ops, ascending, that must run to make these values from all further ones.
+    """The ops of a range, ascending, that must run to make these values from those made elsewhere, or there ``anyway``.
 
     >>> ops_for(Problem.from_dag([[], [0], [], [1]], seconds=[1] * 4, sizes=[1] * 4).graph, range(4), [3], anyway=[0])
     (1, 3)
     """
-    needed, found = set(values), []
+    needed, runs = set(values), []
     for k in reversed(ops):
         if not needed.isdisjoint(graph.ops[k].outputs):
-            found.append(k)
+            runs.append(k)
             needed.update(v for v in graph.ops[k].inputs if v not in anyway)
-    return tuple(reversed(found))
+    return tuple(reversed(runs))
 
 
 def without_forbidden(problem: Problem, R: np.ndarray) -> np.ndarray:
@@ -161,9 +161,9 @@ def obeys_limits(problem: Problem, R: np.ndarray) -> bool:
         return False
     # Values under a "recompute" rule are remade in the backward before anything reads them there.
     for v in limits.recomputed:
-        read = np.flatnonzero(R[begin:, list(graph.users[v])].any(axis=1))
-        made = np.flatnonzero(R[begin:, graph.values[v].producer])
-        if len(read) and (not len(made) or read[0] < made[0]):
+        reads = np.flatnonzero(R[begin:, list(graph.users[v])].any(axis=1))
+        runs = np.flatnonzero(R[begin:, graph.values[v].producer])
+        if len(reads) and (not len(runs) or reads[0] < runs[0]):
             return False
     return True
 
@@ -175,15 +175,15 @@ def without_useless(graph: Graph, R: np.ndarray) -> np.ndarray:
 
 def useful_runs(graph: Graph, stages: list[list[int]]) -> list[list[int]]:
     """Remove useless runs as `without_useless` does, from the ops that run in each stage, in any order."""
-    found: list[list[int]] = []
+    useful: list[list[int]] = []
     needed: set[int] = set()
     for t in reversed(range(len(stages))):
-        kept: list[int] = []
+        ops: list[int] = []
         for k in reversed(stages[t]):
             op = graph.ops[k]
             if k >= t or not needed.isdisjoint(op.outputs):
                 needed.difference_update(op.outputs)
                 needed.update(op.inputs)
-                kept.append(k)
-        found.append(kept[::-1])
-    return found[::-1]
+                ops.append(k)
+        useful.append(ops[::-1])
+    return useful[::-1]

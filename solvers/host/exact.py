@@ -115,15 +115,15 @@ def milp(
         return Remarks()
     program, unit = Program(task.problem, task.budget), equations.cost_unit(task.problem)
 
-    def offer(found: np.ndarray) -> None:
-        R, F = (program.model.value(found, family).round().astype(bool) for family in (program.R, program.F))
+    def offer(values: np.ndarray) -> None:
+        R, F = (program.model.value(values, family).round().astype(bool) for family in (program.R, program.F))
         plan = plan_of(task.problem, task.budget, R, F)
         if plan is not None:
             incumbent.offer(plan, "milp")
 
-    def on_incumbent(found: np.ndarray) -> None:
+    def on_incumbent(values: np.ndarray) -> None:
         with contextlib.suppress(SolverError):  # the answer at the end decides whether the solver is right
-            offer(found)
+            offer(values)
 
     # The program with transfers, and each of its answers as a plan.
     result = highs.run(
@@ -188,7 +188,7 @@ class Program:
         S = np.zeros((T, len(graph.values)), dtype=bool)
         S[:, v] = (stage > made_by) & (stage <= read[v])
         # Homes: from the begin on, those that are overwritten or kept until the end.
-        homes, kept = (np.isin(np.arange(S.shape[1]), [*of]) for of in (problem.homes, problem.kept))
+        homes, kept = (np.isin(np.arange(S.shape[1]), [*values]) for values in (problem.homes, problem.kept))
         first = np.array([graph.overwritten_by.get(w, T) for w in range(S.shape[1])])
         clean, dirty = homes & (stage < first), homes & (stage > first)
         S |= homes & ((stage <= read) | kept | (stage >= first))
@@ -205,10 +205,10 @@ class Program:
         columns = self.model.variables
         self.R = columns(plain.R != NONE, name="R", lower=np.eye(T), integer=True)
         self.S = columns(S, name="S", lower=needed.astype(float), integer=True)
-        made = makers(self.R, self.touch, S.shape)
+        runs = makers(self.R, self.touch, S.shape)
         # at hand when stage t begins: S of the stage before, or made by its op
-        self.here = np.where(before(own, False), before(np.where(own, made, NONE)), before(self.S))
-        self.made = np.where(own, NONE, made)  # R[t, prod(v)] of what runs again
+        self.here = np.where(before(own, False), before(np.where(own, runs, NONE)), before(self.S))
+        self.made = np.where(own, NONE, runs)  # R[t, prod(v)] of what runs again
         self.over = columns(over, name="OVER", integer=True)  # op t writes over v when it runs for the first time
         self.H = columns(going | clean | dirty, name="H", lower=clean, integer=True)
         self.Out, self.In = columns(leaving, name="Out", integer=True), columns(coming, name="In", integer=True)
@@ -219,12 +219,11 @@ class Program:
         # The parts of transfers that a stage takes, and its seconds D.
         q, p = columns(leaving, name="q"), columns(coming, name="p")
         self.o, self.f, self.e, self.c = (
-            columns(there, name=name) for name, there in zip("ofec", (sent, fetched) * 2, strict=True)
+            columns(mask, name=name) for name, mask in zip("ofec", (sent, fetched) * 2, strict=True)
         )
         self.D = columns((T,), name="D", upper=INF, cost=1.0)
         # (T, V) each: where a value that is at hand in stage t is from, in a row that is at most 0
         self.sources = [(self.here, -1.0), (before(self.over), 1.0), (self.made, -1.0), (self.F, -1.0)]
-        # The rows.
         self.carry("send", (q, self.e, self.E, self.o), self.Out)
         self.carry("fetch", (p, self.c, self.F, self.f), self.In)
         self.have_inputs()
@@ -261,9 +260,9 @@ class Program:
         at_home = [(k, v) for k, op in enumerate(self.problem.graph.ops) for v in op.inputs if v in homes]
         reads = np.array([touch.op, touch.value])[:, touch.reads]
         readers, read = np.hstack([reads, np.array(at_home, dtype=np.int64).reshape(-1, 2).T])
-        there = self.R[:, readers] != NONE
-        there[readers, np.arange(len(readers))] = False
-        t, e = np.nonzero(there)
+        mask = self.R[:, readers] != NONE
+        mask[readers, np.arange(len(readers))] = False
+        t, e = np.nonzero(mask)
         v = read[e]
         terms = [(self.R[t, readers[e]], 1.0), *((family[t, v], sign) for family, sign in self.sources)]
         self.model.constrain("have inputs", terms, upper=0.0)
@@ -290,7 +289,7 @@ class Program:
         """
         copied = [(self.copied, -1.0), (self.E, -1.0)]
         copies = np.where(self.model.lower[self.H] > 0, NONE, self.H)  # those at home need no transfer
-        for name, first, others, upper in (
+        for name, first, terms, upper in (
             ("send what is at hand", self.Out, [(self.S, -1.0)], 0.0),
             ("write over nothing sent", self.Out, [(self.over, 1.0)], 1.0),
             ("send no copy", self.H, [(self.Out, 1.0)], 1.0),
@@ -301,7 +300,7 @@ class Program:
             ("back from a copy", self.F, copied, 0.0),
             ("wait for what is fetched", before(self.In), [(self.In, -1.0), (self.F, -1.0)], 0.0),
         ):
-            pairs(self.model, name, first, others, upper=upper)
+            pairs(self.model, name, first, terms, upper=upper)
 
     def fit(self) -> None:
         """Both budgets hold in each moment.
@@ -316,13 +315,13 @@ class Program:
             kept[k, [*op.inputs]] = NONE
             for v, less in problem.savings[k]:
                 saved[k, v] = less / unit
-        there = np.array([self.H, self.Out])
-        there[:, :, homes] = NONE
+        copies = np.array([self.H, self.Out])
+        copies[:, :, homes] = NONE
         own = problem.with_homes(problem.homes).unavoidable_bytes  # without what is kept before and after the step
         room = (self.budget - own) / unit - saved.max(axis=1)
         self.model.constrain("fit", [(kept, M), (self.In, M), (self.over, -saved)], upper=room)
         room_there = (self.host.budget - problem.homes_bytes) / unit
-        self.model.constrain("fit there", [(family, M) for family in there], upper=room_there)
+        self.model.constrain("fit there", [(family, M) for family in copies], upper=room_there)
         self.model.constrain("write over one", [(self.over, 1.0)], upper=1.0)
 
     def fit_again(self) -> None:
@@ -356,11 +355,11 @@ class Program:
         out, back = link_seconds(self.problem, self.host)
         seconds, D = self.problem.seconds / equations.cost_unit(self.problem), self.D[:, None]
         self.model.constrain("ops", [(D, 1.0), (self.R, -seconds)], lower=0.0)
-        there, here = [(self.o, -out)], [(self.f, -back)]
-        ended_there, ended_here = [(self.e, -out)], [(self.c, -back)]
-        ways = [("link there", there, ended_there), ("link back", here, ended_here)]
+        sends, fetches = [(self.o, -out)], [(self.f, -back)]
+        ended_sends, ended_fetches = [(self.e, -out)], [(self.c, -back)]
+        ways = [("link there", sends, ended_sends), ("link back", fetches, ended_fetches)]
         if self.host.one_link:
-            ways = [("link", there + here, ended_there + ended_here)]
+            ways = [("link", sends + fetches, ended_sends + ended_fetches)]
         for name, carried, ended in ways:
             self.model.constrain(name, [(D, 1.0), *carried], lower=0.0)
             self.model.constrain(f"{name}, then the op", [(D, 1.0), *ended], lower=seconds)
@@ -376,16 +375,16 @@ class Program:
         model, S = self.model, self.S[-1]
         pairs(model, "somewhere", np.where(dirty, self.S, NONE), [(self.H, 1.0)], upper=INF, lower=1.0)
         sizes = [(len(written),), (len(written),), (len(kept),), (len(kept),)]
-        home, there, back, here = (model.variables(size, name=f"end {i}") for i, size in enumerate(sizes))
+        home, sends, back, fetches = (model.variables(size, name=f"end {i}") for i, size in enumerate(sizes))
         model.constrain("sent in the end", [(self.E[:, written].T, 1.0), (home, 1.0)], lower=1.0)
         model.constrain("send what is here in the end", [(home, 1.0), (S[written], -1.0)], upper=0.0)
-        model.constrain("rest of sends", [(there, 1.0), (home, -1.0), (q[-1, written], 1.0)], lower=0.0)
+        model.constrain("rest of sends", [(sends, 1.0), (home, -1.0), (q[-1, written], 1.0)], lower=0.0)
         model.constrain("here in the end", [(S[kept], 1.0), (back, 1.0)], lower=1.0)
-        model.constrain("rest of fetches", [(here, 1.0), (back, -1.0), (p[-1, kept], 1.0)], lower=0.0)
+        model.constrain("rest of fetches", [(fetches, 1.0), (back, -1.0), (p[-1, kept], 1.0)], lower=0.0)
         D = model.variables((1,), name="D end", upper=INF, cost=1.0)
         out, fetch = link_seconds(self.problem, self.host)
-        carried = [(there[None], -out[written]), (here[None], -fetch[kept])]
-        for i, terms in enumerate([carried] if self.host.one_link else [[one] for one in carried]):
+        carried = [(sends[None], -out[written]), (fetches[None], -fetch[kept])]
+        for i, terms in enumerate([carried] if self.host.one_link else [[term] for term in carried]):
             model.constrain(f"end of link {i}", [(D, 1.0), *terms], lower=0.0)
 
 
@@ -426,7 +425,7 @@ def poet(task: Task, incumbent: Incumbent) -> Remarks:
 def build(problem: Problem, budget: int) -> tuple[Model, np.ndarray, np.ndarray]:
     """The program under a budget in bytes, in units of the mean op's seconds, with the columns of R and MIn."""
     assert problem.host is not None
-    known, plain = equations.build(problem, budget)  # where R, S, FREE and OVER can be one, and how large U
+    base, plain = equations.build(problem, budget)  # where R, S, FREE and OVER can be one, and how large U
     model, seconds = Model(), problem.seconds / equations.cost_unit(problem)
     R, S, FREE, OVER, U = (family != NONE for family in (plain.R, plain.S, plain.FREE, plain.OVER, plain.U))
     # R, S, FREE, OVER, U of recomputation alone: SRam is S.
@@ -435,7 +434,7 @@ def build(problem: Problem, budget: int) -> tuple[Model, np.ndarray, np.ndarray]
         S=model.variables(S, name="SRam", integer=True),
         FREE=model.variables(FREE, name="FREE"),
         OVER=model.variables(OVER, name="OVER"),
-        U=model.variables(U, name="U", upper=np.where(U, known.upper[plain.U], 0.0)),
+        U=model.variables(U, name="U", upper=np.where(U, base.upper[plain.U], 0.0)),
         touches=plain.touches,
     )
     # Pages: at hand after the ops of a stage (K), in the second memory (SSd), sent and fetched there.
@@ -447,7 +446,7 @@ def build(problem: Problem, budget: int) -> tuple[Model, np.ndarray, np.ndarray]
     MIn = model.variables(before(away, False), name="MIn", cost=back, integer=True)
     equations.depend_until_freed(model, x)
     equations.keep_or_free(model, x, K)  # values in memory after the ops, before pages move
-    for name, first, others, upper in (
+    for name, first, terms, upper in (
         ("stay or page in", x.S, [(before(K), -1.0), (MIn, -1.0)], 0.0),
         ("page out", MOut, [(before(K), -1.0)], 0.0),
         ("copy", SSd, [(before(SSd), -1.0), (MOut, -1.0)], 0.0),
@@ -455,10 +454,10 @@ def build(problem: Problem, budget: int) -> tuple[Model, np.ndarray, np.ndarray]
         ("page out once", MOut, [(before(SSd), 1.0)], 1.0),
         ("page in what is away", MIn, [(before(K), 1.0)], 1.0),
     ):
-        pairs(model, name, first, others, upper=upper)
+        pairs(model, name, first, terms, upper=upper)
+    # The bytes of both memories.
     unit = equations.size_unit(problem)
     model.constrain("fit there", [(SSd, problem.sizes / unit)], upper=problem.host.budget / unit)
-    # The bytes of both memories.
     equations.begin_stage(model, x, problem)
     equations.run_and_free(model, x, problem)
     equations.fit(model, x, problem, budget)

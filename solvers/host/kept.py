@@ -46,13 +46,13 @@ def keep_homes(task: Task) -> tuple[Problem, float]:
         if result.x is None or x.links is None:
             break
         # Round: the largest parts first.
-        parts, kept = x.model.value(result.x, x.links.kept), list[int]()
-        left = float(parts @ sizes)
+        parts, homes = x.model.value(result.x, x.links.kept), list[int]()
+        room = float(parts @ sizes)
         for v in np.argsort(-parts, kind="stable").tolist():
-            if parts[v] > LEAST and sizes[v] <= left + LEAST:
-                kept.append(v)
-                left -= int(sizes[v])
-        chosen = problem.with_homes(problem.homes, kept)
+            if parts[v] > LEAST and sizes[v] <= room + LEAST:
+                homes.append(v)
+                room -= int(sizes[v])
+        chosen = problem.with_homes(problem.homes, homes)
         # The op that has the least room beside them.
         fetching = with_fetches(chosen, sendable(chosen))
         k = int(np.argmax(fetching.problem.unavoidable_bytes))

@@ -88,7 +88,6 @@ def offload(
         limited = task.within(SHARE_OF_BOUND * task.clock.left)
         bound = moment_bound(limited, incumbent, moments=at, most=len(at) if at else most)
         sets.attempt_parts(bound.sent)
-    # Neighbours of the best set.
     sets.improve()
     return Remarks(details={"found": incumbent.found})
 
@@ -164,9 +163,9 @@ class SentSets:
     def offer(self, plan: Plan, room: int) -> float:
         """Offer a plan; give its seconds."""
         problem = self.task.problem
-        seconds, there = simulator.cost(plan, problem), simulator.simulate(plan, problem).host_peak
+        seconds, host_peak = simulator.cost(plan, problem), simulator.simulate(plan, problem).host_peak
         self.incumbent.offer(plan, "sending")
-        fits = problem.host is not None and there <= problem.host.budget
+        fits = problem.host is not None and host_peak <= problem.host.budget
         if fits and plan.moves and (self.best is None or seconds < self.best.seconds):
             self.best = TriedSet(seconds, plan.sent - problem.homes, room, plan)
         return seconds

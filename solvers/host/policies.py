@@ -81,19 +81,19 @@ def offload_all(task: Task, incumbent: Incumbent) -> Remarks:
     if incumbent.offer(plan, "offload-all"):
         return Remarks(details={"sent": len(plan.sent)})
     usage = simulator.simulate(plan, problem)
-    there = f" and {exact_bytes(usage.host_peak)} there" if usage.host_peak > host.budget else ""
-    return Remarks(f"its only plan takes {exact_bytes(usage.peak)} here{there}", {"sent": len(plan.sent)})
+    note = f" and {exact_bytes(usage.host_peak)} there" if usage.host_peak > host.budget else ""
+    return Remarks(f"its only plan takes {exact_bytes(usage.peak)} here{note}", {"sent": len(plan.sent)})
 
 
 def every_swap(problem: Problem) -> list[Swap]:
     """A swap for each forward value that the backward reads, if other ops run while it is away."""
-    first, found = problem.graph.forward_length, []
+    first, swaps = problem.graph.forward_length, []
     for v in sendable(problem):
         touched = accesses(problem, v)
         early, late = [k for k in touched if k < first], [k for k in touched if k >= first]
         if early and late and late[0] - 1 > early[-1]:
-            found.append(Swap(v, early[-1], late[0] - 1))
-    return found
+            swaps.append(Swap(v, early[-1], late[0] - 1))
+    return swaps
 
 
 def accesses(problem: Problem, v: int) -> list[int]:
@@ -113,12 +113,12 @@ def capuchin(task: Task, incumbent: Incumbent) -> Remarks:
     6.0
     """
     problem, policy, message = task.problem, Policy(task), "out of time"
-    wanted, least = problem.keep_all_peak - task.budget, problem.keep_all_peak
+    goal, least = problem.keep_all_peak - task.budget, problem.keep_all_peak
     with contextlib.suppress(OutOfTime):
         while incumbent.R is None:
             evicted = int(problem.sizes[[*policy.dropped, *policy.taken]].sum())
-            if evicted >= wanted or not policy.left or task.clock.is_over:
-                wanted = max(wanted, evicted + int(STEP * problem.keep_all_peak))
+            if evicted >= goal or not policy.left or task.clock.is_over:
+                goal = max(goal, evicted + int(STEP * problem.keep_all_peak))
                 for swaps in policy.triggers:
                     plan = unroll(task, swaps, policy.dropped)
                     peak = simulator.simulate(plan, problem).peak
@@ -193,8 +193,8 @@ class Policy:
 
     def _queue(self, taken: list[Candidate]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         """(n,) seconds: the earliest time each value is away, and the latest time its fetch has to begin."""
-        gone, needed, there, back = np.array([c.seconds for c in taken]).reshape(-1, 4).T
-        return _ends(gone, there), -_ends(-needed, back)
+        gone, needed, out, back = np.array([c.seconds for c in taken]).reshape(-1, 4).T
+        return _ends(gone, out), -_ends(-needed, back)
 
     def _seconds_again(self, candidate: Candidate) -> float:
         """Seconds to remake the value at its back access; infinite if its ops must not run."""
@@ -230,19 +230,19 @@ def candidates(problem: Problem) -> list[Candidate]:
     host = problem.host
     assert host is not None
     begins = np.concatenate([[0.0], np.cumsum(problem.seconds)])
-    found = []
+    choices = []
     for v in sendable(problem):
         gaps = [(begins[b] - begins[a + 1], a, b) for a, b in pairwise(accesses(problem, v)) if b > a + 1]
         if not gaps:
             continue
         seconds, evicted, back = max(gaps)
         size = int(problem.sizes[v])
-        there, again = host.seconds_to_send(size), host.seconds_to_fetch(size)
+        out, again = host.seconds_to_send(size), host.seconds_to_fetch(size)
         trigger = bisect_right(begins.tolist(), begins[back] - again) - 1
         swap = Swap(v, evicted, min(back, max(trigger, evicted + 1)))
-        times = float(begins[evicted + 1]), float(begins[back]), there, again
-        found.append(Candidate(swap, float(seconds) - there - again, back, times))
-    return found
+        times = float(begins[evicted + 1]), float(begins[back]), out, again
+        choices.append(Candidate(swap, float(seconds) - out - again, back, times))
+    return choices
 
 
 def unroll(task: Task, swaps: Collection[Swap], dropped: Mapping[int, int]) -> Plan:
@@ -335,8 +335,8 @@ class _Unrolling(Outward):
                 self.arrive(w)
         self.have(op.inputs, needed | set(op.inputs))
         new = {w for w in op.inputs if w not in before and w not in needed} - self.given
-        others = {w for w in op.outputs if w != v and w not in before and w not in needed}.difference(graph.outputs)
-        self.run_and_free(producer, new | others)
+        spares = {w for w in op.outputs if w != v and w not in before and w not in needed}.difference(graph.outputs)
+        self.run_and_free(producer, new | spares)
 
     def run_and_free(self, k: int, gone: set[int]) -> None:
         """Run an op, then free values."""

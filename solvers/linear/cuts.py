@@ -91,30 +91,30 @@ class PathCuts:
     It goes through all spans of two segments or more at once; arrays (P,) have an entry for each.
     """
 
-    def __init__(self, of: MomentModel) -> None:
-        self.of, m = of, len(of.X)
+    def __init__(self, model: MomentModel) -> None:
+        self.of, m = model, len(model.X)
         first, last = np.triu_indices(m + 1, 1)
         self.first, self.last = first[first > 0], last[first > 0]  # segments (P,), ascending by the first
-        self.begin = of.begins[self.first]
-        self.ends = np.append(of.begins[1:], of.R.shape[1]) - 1  # (m + 1,) the last new op of each segment
-        segment = np.searchsorted(of.begins, np.arange(of.R.shape[1]), side="right") - 1
+        self.begin = model.begins[self.first]
+        self.ends = np.append(model.begins[1:], model.R.shape[1]) - 1  # (m + 1,) the last new op of each segment
+        segment = np.searchsorted(model.begins, np.arange(model.R.shape[1]), side="right") - 1
         self.reads: list[list[tuple[int, int]]] = [[] for _ in range(m + 1)]  # per segment: new ops and old inputs
-        for j, values in enumerate(of.inputs):
-            self.reads[segment[j]] += [(j, v) for v in values if of.made_by[v] < of.begins[segment[j]]]
+        for j, values in enumerate(model.inputs):
+            self.reads[segment[j]] += [(j, v) for v in values if model.made_by[v] < model.begins[segment[j]]]
 
     def broken(self, x: np.ndarray) -> Iterator[Row]:
         """Yield the cuts that a solution breaks, of each left side the `ALIKE` that it breaks most."""
-        of, first, last, begin = self.of, self.first, self.last, self.begin
+        model, first, last, begin = self.of, self.first, self.last, self.begin
         if not len(first):
             return
-        R, X, carried = (np.where(family == NONE, 0.0, x[family]) for family in (of.R, of.X, of.carried))
+        R, X, carried = (np.where(family == NONE, 0.0, x[family]) for family in (model.R, model.X, model.carried))
         # What a path takes in: an old value carried into the span, or fetched in it; and how often ops run in it.
         total = np.vstack([np.zeros(R.shape[1]), R.cumsum(axis=0)])
         ran = (total[last + 1] - total[first]).T  # (T, P)
-        there = carried[first - 1].T  # (V, P)
-        if of.links is not None:
-            fetched = np.where(of.links.F == NONE, 0.0, x[of.links.F]).cumsum(axis=0)
-            there = there + (fetched[last] - fetched[first - 1]).T
+        available = carried[first - 1].T  # (V, P)
+        if model.links is not None:
+            fetched = np.where(model.links.F == NONE, 0.0, x[model.links.F]).cumsum(axis=0)
+            available = available + (fetched[last] - fetched[first - 1]).T
         # The least right side of a path from each op, and its next value. Ops that are new in the span run in it.
         least = np.ones((len(ran) + 1, len(first)))
         least[-1] = 0.0  # nothing makes a value without an op
@@ -122,19 +122,19 @@ class PathCuts:
         for k in range(int(begin[-1])):
             old = slice(int(np.searchsorted(begin, k, side="right")), None)  # spans that begin behind op k
             sum_, next_ = np.minimum(1.0, ran[k, old]), following[k, old]
-            for v in of.inputs[k]:
-                through = there[v, old] + least[of.made_by[v], old]
+            for v in model.inputs[k]:
+                through = available[v, old] + least[model.made_by[v], old]
                 less = through < sum_ - 1e-12
                 sum_, next_ = np.where(less, through, sum_), np.where(less, v, next_)
             least[k, old], following[k, old] = sum_, next_
         # Left sides above it, the worst first.
-        sides = [*self._runs(R, least, following), *self._reads(there, least), *self._kept(X, there, least)]
+        sides = [*self._runs(R, least, following), *self._reads(available, least), *self._kept(X, available, least)]
         often, count = Counter[tuple[int, ...]](), 0
         for _, p, *side in sorted(sides, key=lambda side: -side[0]):
             often[tuple(side)] += 1
             if often[tuple(side)] <= ALIKE and count < MOST:
                 count += 1
-                yield from self._path(p, *side, following=following).rows(of)
+                yield from self._path(p, *side, following=following).rows(model)
 
     def _runs(self, R: np.ndarray, least: np.ndarray, following: np.ndarray) -> Iterator[Side]:
         """Yield runs of old ops: segment and op."""
@@ -150,21 +150,21 @@ class PathCuts:
                 yield float(lacks[j]), p, first + int(R[first : last + 1, j].argmax()), j, NONE
             before = lacks
 
-    def _reads(self, there: np.ndarray, least: np.ndarray) -> Iterator[Side]:
+    def _reads(self, available: np.ndarray, least: np.ndarray) -> Iterator[Side]:
         """Yield new ops that read an old value: op and value."""
         for p, (begin, last) in enumerate(zip(self.begin.tolist(), self.last.tolist(), strict=True)):
             for j, v in self.reads[last]:
                 made_by = self.of.made_by[v]
-                if made_by < begin and (lacks := 1.0 - there[v, p] - least[made_by, p]) > BROKEN:
+                if made_by < begin and (lacks := 1.0 - available[v, p] - least[made_by, p]) > BROKEN:
                     yield float(lacks), p, NONE, j, v
 
-    def _kept(self, X: np.ndarray, there: np.ndarray, least: np.ndarray) -> Iterator[Side]:
+    def _kept(self, X: np.ndarray, available: np.ndarray, least: np.ndarray) -> Iterator[Side]:
         """Yield old values at hand at the end of the span: moment and value."""
-        of = self.of
+        model = self.of
         for p, (begin, last) in enumerate(zip(self.begin.tolist(), self.last.tolist(), strict=True)):
             if last < len(X):
-                values = np.flatnonzero((of.X[last] != NONE) & (of.made_by < begin))
-                lacks = X[last, values] - there[values, p] - least[of.made_by[values], p]
+                values = np.flatnonzero((model.X[last] != NONE) & (model.made_by < begin))
+                lacks = X[last, values] - available[values, p] - least[model.made_by[values], p]
                 for i in np.flatnonzero(lacks > BROKEN).tolist():
                     yield float(lacks[i]), p, last, NONE, int(values[i])
 

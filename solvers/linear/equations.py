@@ -116,8 +116,8 @@ def keep(model: Model, x: Variables) -> None:
 
     S[t+1, v] <= R[t, prod(v)] + S[t, v]      every stage t, value v
     """
-    made = makers(x.R, x.touches, x.S.shape)
-    pairs(model, "keep", after(x.S), [(made, -1.0), (x.S, -1.0)])
+    runs = makers(x.R, x.touches, x.S.shape)
+    pairs(model, "keep", after(x.S), [(runs, -1.0), (x.S, -1.0)])
 
 
 def free_without_hazard(model: Model, x: Variables) -> None:
@@ -141,13 +141,13 @@ def free_with_no_hazard_only(model: Model, x: Variables) -> None:
 def _hazards(x: Variables) -> tuple[int, Entry, list[Entry], np.ndarray]:
     """Terms that hold a value back after op k, less the constant 1, one row per FREE[t, v, k]; and their number."""
     touch = x.touches
-    there = x.FREE != NONE
-    t, e = np.nonzero(there)
+    mask = x.FREE != NONE
+    t, e = np.nonzero(mask)
     rows = np.full(x.FREE.shape, NONE)
     rows[t, e] = np.arange(len(t))
     kept = after(x.S)[t, touch.value[e]]
     late, early = touch.earlier
-    s, pair = np.nonzero(there[:, early] & (x.R[:, touch.op[late]] != NONE))
+    s, pair = np.nonzero(mask[:, early] & (x.R[:, touch.op[late]] != NONE))
     held = rows[s, early[pair]]
     terms = 1.0 + (kept != NONE) + np.bincount(held, minlength=len(t))
     own = np.arange(len(t))
@@ -161,12 +161,12 @@ def depend_until_freed(model: Model, x: Variables) -> None:
     R[t, j] + Σ_{k < j} FREE[t, v, k] <= R[t, prod(v)] + S[t, v]      every stage t, op j, input v of j
     """
     touch = x.touches
-    there = (x.R[:, touch.op] != NONE) & touch.reads
-    t, e = np.nonzero(there)
-    rows = np.full(there.shape, NONE)
+    mask = (x.R[:, touch.op] != NONE) & touch.reads
+    t, e = np.nonzero(mask)
+    rows = np.full(mask.shape, NONE)
     rows[t, e] = own = np.arange(len(t))
     late, early = touch.earlier
-    s, pair = np.nonzero(there[:, late])
+    s, pair = np.nonzero(mask[:, late])
     freed = (rows[s, late[pair]], x.FREE[s, early[pair]], 1.0)
     terms = [
         (own, x.R[t, touch.op[e]], 1.0),
@@ -183,11 +183,11 @@ def keep_or_free(model: Model, x: Variables, kept: np.ndarray) -> None:
     S[t+1, v] + Σ_k FREE[t, v, k] <= R[t, prod(v)] + S[t, v]      every stage t, value v
     """
     t, e = np.nonzero(x.FREE != NONE)
-    v, there = x.touches.value[e], kept != NONE
-    there[t, v] = True
-    made, rows = makers(x.R, x.touches, x.S.shape)[there], np.full(there.shape, NONE)
-    rows[there] = own = np.arange(len(made))
-    terms: list[Entry] = [(own, kept[there], 1.0), (own, made, -1.0), (own, x.S[there], -1.0)]
+    v, mask = x.touches.value[e], kept != NONE
+    mask[t, v] = True
+    runs, rows = makers(x.R, x.touches, x.S.shape)[mask], np.full(mask.shape, NONE)
+    rows[mask] = own = np.arange(len(runs))
+    terms: list[Entry] = [(own, kept[mask], 1.0), (own, runs, -1.0), (own, x.S[mask], -1.0)]
     model.constrain_sparse("keep or free", len(own), [*terms, (rows[t, v], x.FREE[t, e], 1.0)], upper=0.0)
 
 
@@ -196,8 +196,8 @@ def begin_stage(model: Model, x: Variables, problem: Problem) -> None:
 
     U[t, 0] = Σ_v M_v S[t, v] + R[t, 0] Σ_{v in out(0)} M_v      beyond what is resident and the results so far
     """
-    M, made = _sizes(problem), _made_bytes(problem, x.touches)
-    model.constrain("begin stage", [(x.U[:, :1], 1.0), (x.S, -M), (x.R[:, :1], -made[0])], lower=0.0, upper=0.0)
+    M, made_bytes = _sizes(problem), _made_bytes(problem, x.touches)
+    model.constrain("begin stage", [(x.U[:, :1], 1.0), (x.S, -M), (x.R[:, :1], -made_bytes[0])], lower=0.0, upper=0.0)
 
 
 def run_and_free(model: Model, x: Variables, problem: Problem) -> None:
@@ -205,13 +205,13 @@ def run_and_free(model: Model, x: Variables, problem: Problem) -> None:
 
     U[t, k+1] = U[t, k] - Σ_{v in in(k), out(k)} M_v FREE[t, v, k] + R[t, k+1] Σ_{v in out(k+1)} M_v
     """
-    touch, made = x.touches, _made_bytes(problem, x.touches)
+    touch, made_bytes = x.touches, _made_bytes(problem, x.touches)
     t, k = np.nonzero(x.U[:, 1:] != NONE)
     rows = np.full(x.U.shape, NONE)
     rows[t, k] = own = np.arange(len(t))
     s, e = np.nonzero((x.FREE != NONE) & (rows[:, touch.op] != NONE))  # nothing follows the last op of a stage
     freed = (rows[s, touch.op[e]], x.FREE[s, e], _sizes(problem)[touch.value[e]])
-    terms = [(own, x.U[t, k + 1], 1.0), (own, x.U[t, k], -1.0), (own, x.R[t, k + 1], -made[k + 1]), freed]
+    terms = [(own, x.U[t, k + 1], 1.0), (own, x.U[t, k], -1.0), (own, x.R[t, k + 1], -made_bytes[k + 1]), freed]
     model.constrain_sparse("run and free", len(t), terms, lower=0.0, upper=0.0)
 
 
@@ -219,7 +219,7 @@ def without_spare(problem: Problem, budget: int) -> tuple[Problem, int]:
     """Subtract spare bytes from budget and workspaces: the same schedules in smaller numbers, which suit tolerances.
 
     U is at most the bytes of two copies of all values. What the budget has beyond that, and beyond what is resident and
-    the results, only workspaces can fill: it is taken off both, and off a workspace that is smaller no more than all.
+    the results, only workspaces can fill: it is taken off the budget and off each workspace, down to 0.
 
     >>> problem = Problem.from_dag([[], [0], [1]], seconds=[1, 1, 1], sizes=[1, 1, 1], workspace=[5, 10**15, 0])
     >>> smaller, budget = without_spare(problem, 10**15 + 2)
@@ -243,9 +243,11 @@ def fit(model: Model, x: Variables, problem: Problem, budget: int) -> None:
 
     W_k with what op k makes that is a result or that nobody reads; W_w the workspace of the way that writes over v.
     """
-    W, touch = _working_bytes(problem, x.touches), x.touches
-    there = (x.R != NONE) & ((W > 0) | (most_saved_bytes(problem) > 0))
-    t, k = np.nonzero(there)
+    touch, M = x.touches, _sizes(problem)
+    outputs = np.array([M[list(op.outputs)].sum() for op in problem.graph.ops])
+    W = np.maximum(0.0, outputs - _made_bytes(problem, touch)) + problem.workspace / size_unit(problem)
+    mask = (x.R != NONE) & ((W > 0) | (most_saved_bytes(problem) > 0))
+    t, k = np.nonzero(mask)
     rows = np.full(x.R.shape, NONE)
     rows[t, k] = own = np.arange(len(t))
     s, e = np.nonzero(x.OVER != NONE)
@@ -262,8 +264,8 @@ def write_over(model: Model, x: Variables) -> None:
     """
     t, e = np.nonzero(x.OVER != NONE)
     model.constrain("write over what goes", [(x.OVER[t, e], 1.0), (x.FREE[t, e], -1.0)], upper=0.0)
-    runs, of = np.unique(x.R[t, x.touches.op[e]], return_inverse=True)
-    terms = [(of, x.OVER[t, e], 1.0), (np.arange(len(runs)), runs, -1.0)]
+    runs, row = np.unique(x.R[t, x.touches.op[e]], return_inverse=True)
+    terms = [(row, x.OVER[t, e], 1.0), (np.arange(len(runs)), runs, -1.0)]
     model.constrain_sparse("write over one", len(runs), terms, upper=0.0)
 
 
@@ -337,8 +339,8 @@ def _where(problem: Problem, budget: int, touch: Touches) -> tuple[np.ndarray, n
     # From the last op to the first: until when a run of each op can be useful.
     for k in reversed(range(T)):
         if not graph.ops[k].pinned:
-            wanted = max([k, *read[list(graph.ops[k].outputs)]])
-            useful[k] = min(wanted, until.get(k, wanted))
+            latest = max([k, *read[list(graph.ops[k].outputs)]])
+            useful[k] = min(latest, until.get(k, latest))
         inputs = list(graph.ops[k].inputs)
         read[inputs] = np.maximum(read[inputs], useful[k])
     # R: where an op is useful and fits beside the results so far.
@@ -358,19 +360,19 @@ def _where(problem: Problem, budget: int, touch: Touches) -> tuple[np.ndarray, n
 def makers(R: np.ndarray, touches: Touches, shape: tuple[int, ...]) -> np.ndarray:
     """(T, V): R[t, prod(v)] for the values that may be kept, else `NONE`."""
     v, made_by = touches.values()
-    made = np.full(shape, NONE)
-    made[:, v] = R[:, made_by]
-    return made
+    columns = np.full(shape, NONE)
+    columns[:, v] = R[:, made_by]
+    return columns
 
 
 def results_bytes(problem: Problem) -> np.ndarray:
     """(T,) int64: bytes of the results of the step that are made before each stage."""
-    made = np.zeros(len(problem.graph.ops) + 1, dtype=np.int64)
+    sizes = np.zeros(len(problem.graph.ops) + 1, dtype=np.int64)
     for v in problem.graph.outputs:
         producer = problem.graph.values[v].producer
         if producer is not None:
-            made[producer + 1] += problem.sizes[v]
-    return made.cumsum()[:-1]
+            sizes[producer + 1] += problem.sizes[v]
+    return sizes.cumsum()[:-1]
 
 
 def own_bytes(problem: Problem) -> np.ndarray:
@@ -382,20 +384,13 @@ def own_bytes(problem: Problem) -> np.ndarray:
 
 def most_saved_bytes(problem: Problem) -> np.ndarray:
     """(T,) int64: bytes that the best in-place way of each op saves."""
-    return np.array([of[0][1] if of else 0 for of in problem.savings], dtype=np.int64)
+    return np.array([savings[0][1] if savings else 0 for savings in problem.savings], dtype=np.int64)
 
 
 def _made_bytes(problem: Problem, touch: Touches) -> np.ndarray:
     """(T,): bytes made by each op that stay in memory until freed, in units of size."""
-    made = touch.op == touch.made_by
-    return np.bincount(touch.op[made], _sizes(problem)[touch.value[made]], minlength=len(problem.graph.ops))
-
-
-def _working_bytes(problem: Problem, touch: Touches) -> np.ndarray:
-    """(T,): workspace, plus outputs that are results of the step or unread, in units of size."""
-    M = _sizes(problem)
-    outputs = np.array([M[list(op.outputs)].sum() for op in problem.graph.ops])
-    return np.maximum(0.0, outputs - _made_bytes(problem, touch)) + problem.workspace / size_unit(problem)
+    mask = touch.op == touch.made_by
+    return np.bincount(touch.op[mask], _sizes(problem)[touch.value[mask]], minlength=len(problem.graph.ops))
 
 
 def _sizes(problem: Problem) -> np.ndarray:

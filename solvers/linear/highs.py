@@ -109,10 +109,10 @@ def run(
     x = None if start is None or relax else _completed(model, start, COMPLETION * clock.left, gap, threads)
     if x is not None:
         _check(solver.setSolution(len(x), np.arange(len(x), dtype=np.int32), x), "take the start")
-    left = clock.left
-    _set(solver, "time_limit", left)
+    seconds = clock.left
+    _set(solver, "time_limit", seconds)
     going = _Run(solver, on_incumbent, on_bound)
-    if not going.wait(left + 0.05 + OVERTIME * time_limit):
+    if not going.wait(seconds + 0.05 + OVERTIME * time_limit):
         # The run did not end in time: what it has reported.
         objective = float(model.cost @ going.x) if going.x is not None else float("inf")
         bound = max(going.bound, least_objective(model))

@@ -75,7 +75,7 @@ def add_links(
     """
     may = ~fixed & (problem.sizes > 0)
     may[[*problem.limits.recomputed]] = False
-    homes, kept = (np.isin(np.arange(len(made_by)), [*of]) for of in (problem.homes, problem.kept))
+    homes, kept = (np.isin(np.arange(len(made_by)), [*values]) for values in (problem.homes, problem.kept))
     moved = may & (made_by <= ends[:, None])
     later = moved & homes
     later[1:] = may & (made_by <= ends[:-1, None])  # a complete copy is there when the segment begins
@@ -100,9 +100,9 @@ def bind_links(
     before = np.vstack([np.full_like(X[:1], NONE), X]) if len(X) else np.full(links.out.shape, NONE)
     H_before, L_before = (np.vstack([np.full((1, a.shape[1]), NONE), a]) for a in (links.H, links.L))
     s, v = np.nonzero(links.out != NONE)
-    made, kept = np.where(made_by[v] < 0, NONE, R[s, made_by[v]]), np.where(s == 0, links.kept[v], NONE)
-    here = [(before[s, v], -1.0), (made, -1.0), (links.F[s, v], -1.0), (kept, -1.0)]
-    model.constrain("send what is here", [(links.out[s, v], 1.0), *here], upper=0.0)
+    makers, kept = np.where(made_by[v] < 0, NONE, R[s, made_by[v]]), np.where(s == 0, links.kept[v], NONE)
+    sources = [(before[s, v], -1.0), (makers, -1.0), (links.F[s, v], -1.0), (kept, -1.0)]
+    model.constrain("send what is here", [(links.out[s, v], 1.0), *sources], upper=0.0)
     s, v = np.nonzero((links.back != NONE) & (made_by >= 0))
     out, back, F = links.out[s, v], links.back[s, v], links.F[s, v]
     model.constrain("fetch what is there", [(back, 1.0), (H_before[s, v], -1.0), (out, -1.0)], upper=0.0)
@@ -126,8 +126,8 @@ def link_seconds(problem: Problem, host: Host) -> tuple[np.ndarray, np.ndarray]:
     At most `LARGEST`, where no transfer is of any use: what takes longer is bounded from below by it as well.
     """
     with np.errstate(over="ignore"):
-        there, back = ((host.latency + problem.sizes / rate) / cost_unit(problem) for rate in (host.send, host.fetch))
-    return np.minimum(there, LARGEST), np.minimum(back, LARGEST)
+        out, back = ((host.latency + problem.sizes / rate) / cost_unit(problem) for rate in (host.send, host.fetch))
+    return np.minimum(out, LARGEST), np.minimum(back, LARGEST)
 
 
 def time_segments(
@@ -183,8 +183,8 @@ def bind_homes(
         model.constrain("stay in the end", stay, upper=0.0)
     for v, by in problem.graph.overwritten_by.items():
         for i in np.flatnonzero(ends >= by) if v in homes else ():
-            sent, here = links.out[: i + 1, v], X[i, v] if i < len(X) else NONE
-            model.constrain(f"send {v} by {i} or stay", [(sent[None], 1.0), (np.array([here]), 1.0)], lower=1.0)
+            sent, kept = links.out[: i + 1, v], X[i, v] if i < len(X) else NONE
+            model.constrain(f"send {v} by {i} or stay", [(sent[None], 1.0), (np.array([kept]), 1.0)], lower=1.0)
     unit, values = size_unit(problem), problem.graph.values
     results = [v for v in problem.graph.outputs if values[v].producer is not None]
     room = (budget - problem.resident - int(problem.sizes[results].sum())) / unit

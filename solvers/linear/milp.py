@@ -81,7 +81,7 @@ def milp(
     # Solve; again with a smaller budget where the answer is over it by the tolerance of the solver.
     if start is not None and obeys_limits(problem, start.R):
         incumbent.offer(start.R, "start")
-    known, margin = incumbent.R, 0
+    R, margin = incumbent.R, 0
 
     def report(model: Model, x: Variables, values: np.ndarray) -> None:
         with contextlib.suppress(SolverError):  # the answer at the end decides whether the solver is right
@@ -89,13 +89,13 @@ def milp(
 
     for _ in range(ATTEMPTS):
         model, x = build(*without_spare(problem, budget - margin), formulation=formulation)
-        there = x.R != NONE  # runs without a variable are of no use
+        places = x.R != NONE  # runs without a variable are of no use
         result = highs.run(
             model,
             time_limit=task.clock.left,
             gap=task.gap,
             threads=task.threads,
-            start=None if known is None else (x.R[there], known[there]),
+            start=None if R is None else (x.R[places], R[places]),
             target=None if target is None else target / unit,
             on_incumbent=partial(report, model, x),
             on_bound=None if margin else lambda bound: incumbent.prove(bound * unit),
@@ -104,9 +104,9 @@ def milp(
             incumbent.prove(result.bound * unit)
         if result.x is None:
             break
-        found = model.value(result.x, x.R).round().astype(bool)
-        incumbent.offer(found, "milp")
-        if (excess := peak_of(problem, found) - budget) <= 0:
+        answer = model.value(result.x, x.R).round().astype(bool)
+        incumbent.offer(answer, "milp")
+        if (excess := peak_of(problem, answer) - budget) <= 0:
             break
         margin += 2 * excess  # within the solver's tolerance, but not within the budget
     figures = {"columns": model.columns, "rows": model.rows, "formulation": formulation}
@@ -221,7 +221,8 @@ def least_runs(problem: Problem, S: np.ndarray) -> np.ndarray:
     """Phase two: the least R (T, T) with which S (T, V) can be kept.
 
     R[t, t] = 1; R[t, prod(v)] = 1 where v is kept for stage t+1 but not for t, or an op that runs in stage t reads v,
-    which is not kept. What a pinned op makes is kept in any case, and what would be made from what is overwritten then.
+    which is not kept. What a pinned op makes is kept in any case, and so is what cannot be made again by then, since an
+    input of its op is overwritten.
     """
     graph, S = problem.graph, S.copy()
     for k, op in enumerate(graph.ops):

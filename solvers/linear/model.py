@@ -73,8 +73,8 @@ class Model:
         count = int(mask.sum())
         family = np.full(mask.shape, NONE, dtype=np.int64)
         family[mask] = np.arange(self.columns, self.columns + count)
-        for store, what in ((self._lower, lower), (self._upper, upper), (self._cost, cost)):
-            store.append(np.broadcast_to(np.asarray(what, dtype=np.float64), mask.shape)[mask])
+        for store, values in ((self._lower, lower), (self._upper, upper), (self._cost, cost)):
+            store.append(np.broadcast_to(np.asarray(values, dtype=np.float64), mask.shape)[mask])
         self._integer.append(np.full(count, integer))
         self._named.append((name or f"x{len(self._named)}", mask))
         self.columns += count
@@ -103,8 +103,8 @@ class Model:
             raise ValueError(f"There is a family of constraints named {name!r} already.")
         for rows, columns, coefficients in entries:
             coefficients = np.broadcast_to(np.asarray(coefficients, dtype=np.float64), columns.shape)
-            there = columns != NONE
-            self._entries.append((self.rows + rows[there], columns[there], coefficients[there]))
+            mask = columns != NONE
+            self._entries.append((self.rows + rows[mask], columns[mask], coefficients[mask]))
         self._row_lower.append(np.broadcast_to(np.asarray(lower, dtype=np.float64), (count,)))
         self._row_upper.append(np.broadcast_to(np.asarray(upper, dtype=np.float64), (count,)))
         self.families[name] = slice(self.rows, self.rows + count)

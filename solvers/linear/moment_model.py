@@ -38,8 +38,8 @@ class MomentModel:
     def sources(self, s: np.ndarray, v: np.ndarray) -> list[Term]:
         """Sources of values in the segments after moments s, in an equation on whose other side those stand."""
         fetched = [] if self.links is None else [(self.links.F[s + 1, v], -1.0)]
-        made = np.where(self.made_by[v] < 0, NONE, self.R[s + 1, self.made_by[v]])
-        return [(self.carried[s, v], -1.0), (made, -1.0), *fetched]
+        runs = np.where(self.made_by[v] < 0, NONE, self.R[s + 1, self.made_by[v]])
+        return [(self.carried[s, v], -1.0), (runs, -1.0), *fetched]
 
 
 def build(problem: Problem, budget: int, moments: Sequence[int], *, choose: bool = False) -> MomentModel:
@@ -75,7 +75,6 @@ def build(problem: Problem, budget: int, moments: Sequence[int], *, choose: bool
     X_there = ~held & (made_by <= ends[:-1]) & ((read > ends[:-1]) | own | stays)
     if not problem.limits.last_stage and host is None:  # not tried beside ops that overwrite something
         X_there &= own | ~_better_as_made_of(problem, held, moments)
-    # The columns.
     price = problem.seconds / cost_unit(problem) if host is None else 0.0
     R = model.variables(R_there, lower=first, cost=price, integer=True)
     X = model.variables(X_there, lower=own & ~over, integer=True)  # the least X is integral: for cover cuts of (9)
@@ -86,9 +85,9 @@ def build(problem: Problem, budget: int, moments: Sequence[int], *, choose: bool
     x = MomentModel(model, begins[:, 0], made_by, inputs, R, X, carried, model.variables(over), links)
     # R[i, j] <= X[i-1, v] + R[i, prod(v)]      v an input of op j, made before segment i
     reads = [(j, v) for j, values in enumerate(inputs) for v in values]
-    readers, of = np.array(reads, dtype=np.int64).reshape(-1, 2).T
-    s, e = np.nonzero((R[1:, readers] != NONE) & (made_by[of] < begins[1:]))
-    model.constrain("depend", [(R[s + 1, readers[e]], 1.0), *x.sources(s, of[e])], upper=0.0)
+    readers, operands = np.array(reads, dtype=np.int64).reshape(-1, 2).T
+    s, e = np.nonzero((R[1:, readers] != NONE) & (made_by[operands] < begins[1:]))
+    model.constrain("depend", [(R[s + 1, readers[e]], 1.0), *x.sources(s, operands[e])], upper=0.0)
     # X[i, v] <= X[i-1, v] + R[i, prod(v)]      v made before segment i
     s, v = np.nonzero((X[1:] != NONE) & (made_by < begins[1:-1]))
     model.constrain("keep", [(X[s + 1, v], 1.0), *x.sources(s, v)], upper=0.0)
@@ -98,8 +97,8 @@ def build(problem: Problem, budget: int, moments: Sequence[int], *, choose: bool
         bind_links(model, links, R, x.carried, problem, host, made_by)
         time_segments(model, links, R, problem, host, held if choose else None)
     if links is not None and problem.homes:
-        e = np.flatnonzero((R[0, readers] != NONE) & homes[of])
-        bind_homes(model, links, R, X, problem, budget, ends[:, 0], readers[e], of[e])
+        e = np.flatnonzero((R[0, readers] != NONE) & homes[operands])
+        bind_homes(model, links, R, X, problem, budget, ends[:, 0], readers[e], operands[e])
     return x
 
 
@@ -116,10 +115,10 @@ def _better_as_made_of(problem: Problem, held: np.ndarray, moments: Sequence[int
         if held[v] or len(users) != 1 or graph.ops[users[0]].pinned is not None:
             continue
         (j,) = users
-        made = {w for w in graph.ops[j].outputs if not held[w]}
+        outs = {w for w in graph.ops[j].outputs if not held[w]}
         alone = [u for u in graph.ops[j].inputs if not held[u]] == [v]
-        if alone and problem.sizes[list(made)].sum() <= problem.sizes[v] and not problem.limits.recomputed & {v, *made}:
-            better[:, v] = (at >= j) & [not made & over for over in written]
+        if alone and problem.sizes[list(outs)].sum() <= problem.sizes[v] and not problem.limits.recomputed & {v, *outs}:
+            better[:, v] = (at >= j) & [not outs & over for over in written]
     return better
 
 
@@ -130,16 +129,16 @@ def _fit(x: MomentModel, problem: Problem, budget: int, moments: Sequence[int]) 
         results = [v for v in problem.graph.outputs if 0 <= x.made_by[v] <= o]
         room.append(budget - problem.resident - int(problem.sizes[results].sum()) - int(problem.workspace[o]))
     i, v = np.nonzero(x.OVER != NONE)  # these are at hand at the moment, whether they are after it or not
-    there = np.zeros(x.X.shape, dtype=np.int64)
-    there[i, v] = problem.sizes[v]
-    at = np.where(there > 0, NONE, x.X)
+    fixed = np.zeros(x.X.shape, dtype=np.int64)
+    fixed[i, v] = problem.sizes[v]
+    at = np.where(fixed > 0, NONE, x.X)
     saved = np.zeros(x.X.shape)
-    saved[i, v] = [dict(problem.savings[moments[row]])[of] for row, of in zip(i.tolist(), v.tolist(), strict=True)]
+    saved[i, v] = [dict(problem.savings[moments[row]])[w] for row, w in zip(i.tolist(), v.tolist(), strict=True)]
     unit = size_unit(problem)
     terms = [(at, problem.sizes / unit), (x.OVER, -saved / unit)]
     if x.links is not None:
         terms.append((x.links.L, problem.sizes / unit))
-    free = np.array(room, dtype=np.int64) - there.sum(axis=1)
+    free = np.array(room, dtype=np.int64) - fixed.sum(axis=1)
     x.model.constrain("fit", terms, upper=free / unit)
     for at_i, over, saves, most in zip(at, x.OVER, saved, free.tolist(), strict=True):
         columns, sizes = np.concatenate([at_i, over]), np.concatenate([problem.sizes, -saves.astype(np.int64)])

@@ -171,8 +171,8 @@ def _relax(task: Task, x: MomentModel, at: list[int], best: Bound, cuts: list[Ro
         return replace(best, value=value, cut=True), []
     log.info("bound: %.6g s by the relaxation of %d moments and %d cuts", value, len(at), relaxation.rows)
     cut = last is not result or task.clock.is_over
-    found = _answer(problem, x, at, result.x, value, cut=cut)
-    return replace(found, parts=x.model.value(result.x, x.X)), relaxation.binding()
+    bound = _answer(problem, x, at, result.x, value, cut=cut)
+    return replace(bound, parts=x.model.value(result.x, x.X)), relaxation.binding()
 
 
 def _answer(problem: Problem, x: MomentModel, at: list[int], values: np.ndarray, value: float, *, cut: bool) -> Bound:
@@ -218,11 +218,11 @@ def _solve(
         return replace(best, value=float("inf"), infeasible=True)
     if result.x is None:
         return replace(best, value=value, cut=True)
-    found = _answer(problem, x, at, result.x, value, cut=result.outcome is SolveStatus.STOPPED)
-    found = replace(found, parts=best.parts if best.moments == tuple(at) else found.kept)
-    schedule = Schedule.from_runs(problem.graph, lifted_runs(problem, found))
+    new_bound = _answer(problem, x, at, result.x, value, cut=result.outcome is SolveStatus.STOPPED)
+    new_bound = replace(new_bound, parts=best.parts if best.moments == tuple(at) else new_bound.kept)
+    schedule = Schedule.from_runs(problem.graph, lifted_runs(problem, new_bound))
     proven = fits(problem, budget, schedule.R) and cost_of(problem, schedule.R) <= value * (1 + EXACT)
-    return replace(found, schedule=schedule if proven else None)
+    return replace(new_bound, schedule=schedule if proven else None)
 
 
 def lifted_runs(problem: Problem, bound: Bound) -> np.ndarray:
@@ -230,8 +230,8 @@ def lifted_runs(problem: Problem, bound: Bound) -> np.ndarray:
 
     Its cost is at most the model's; its peak may exceed the budget between the moments.
     """
-    kept = zip(bound.moments, bound.kept, strict=True)
-    return on_demand(problem, {t: np.flatnonzero(at).tolist() for t, at in kept})
+    moments = zip(bound.moments, bound.kept, strict=True)
+    return on_demand(problem, {t: np.flatnonzero(at).tolist() for t, at in moments})
 
 
 def next_moments(problem: Problem, budget: int, bound: Bound, incumbent: Incumbent, *, most: int) -> list[int]:
@@ -246,12 +246,12 @@ def next_moments(problem: Problem, budget: int, bound: Bound, incumbent: Incumbe
     if incumbent.cost - bound.value <= FAR * incumbent.cost:
         several = 1
     lifted, room = lifted_runs(problem, bound), most - len(bound.moments)
-    found = where_it_breaks(problem, budget, lifted, bound.moments, most=min(several, room))
+    new_moments = where_it_breaks(problem, budget, lifted, bound.moments, most=min(several, room))
     if incumbent.R is not None and several > 1:
-        known = [*bound.moments, *found]
-        repeated = min(most - len(known), max(ADDED, AT_ONCE - len(known)))
-        found += where_runs_repeat(problem, incumbent.R, known, most=max(0, repeated))
-    return sorted({*bound.moments, *found})
+        moments = [*bound.moments, *new_moments]
+        repeated = min(most - len(moments), max(ADDED, AT_ONCE - len(moments)))
+        new_moments += where_runs_repeat(problem, incumbent.R, moments, most=max(0, repeated))
+    return sorted({*bound.moments, *new_moments})
 
 
 def default_moments(problem: Problem) -> list[int]:
@@ -299,20 +299,20 @@ def where_runs_repeat(problem: Problem, R: np.ndarray, moments: Sequence[int], *
     """
     T, seconds, cost = len(R), problem.seconds, float(R.sum(axis=0) @ problem.seconds)
     at: list[int] = sorted(moments)
-    found: list[int] = []
+    separators: list[int] = []
     gains = np.zeros(T)  # per stage: seconds of the ops that run before and after it within its gap
     for begin, end in pairwise([0, *(o + 1 for o in at), T]):
         gains[begin:end] = _gains(R[begin:end], seconds)
-    while len(found) < most and gains.max() > WORTH * cost:
+    while len(separators) < most and gains.max() > WORTH * cost:
         best = np.flatnonzero(gains >= (1 - ALIKE) * gains.max())
         t = int(best[np.argmax(problem.unavoidable_bytes[best])])
         i = bisect.bisect(at, t)
         begin, end = at[i - 1] + 1 if i else 0, at[i] + 1 if i < len(at) else T
-        for some in (slice(begin, t + 1), slice(t + 1, end)):
-            gains[some] = _gains(R[some], seconds)
+        for part in (slice(begin, t + 1), slice(t + 1, end)):
+            gains[part] = _gains(R[part], seconds)
         at.insert(i, t)
-        found.append(t)
-    return found
+        separators.append(t)
+    return separators
 
 
 def _gains(R: np.ndarray, seconds: np.ndarray) -> np.ndarray:

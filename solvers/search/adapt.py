@@ -54,18 +54,18 @@ def as_schedule(problem: Problem, start: Start) -> Schedule:
     return schedule
 
 
-def as_start(known: Solution, problem: Problem) -> Start | None:
+def as_start(solution: Solution, problem: Problem) -> Start | None:
     """A known plan of a step, to begin with at another size; None if there is none that is valid there.
 
     Where the order of ops is another one there, each op takes along what runs again in its stage.
     """
-    numbers = renumbered(known.problem, problem)
-    if numbers is None or known.schedule is None:
+    numbers = renumbered(solution.problem, problem)
+    if numbers is None or solution.schedule is None:
         return None
-    if same_ops(known.problem, problem):
-        return known
+    if same_ops(solution.problem, problem):
+        return solution
     ops = np.array(numbers[0])
-    schedule = Schedule.from_runs(problem.graph, np.tril(known.schedule.R[np.ix_(ops, ops)]))
+    schedule = Schedule.from_runs(problem.graph, np.tril(solution.schedule.R[np.ix_(ops, ops)]))
     return (
         None
         if simulator.check_plan(simulator.lower(problem, schedule), without_rules(problem).with_host(None))
@@ -97,26 +97,26 @@ def adapt(task: Task, R: np.ndarray) -> np.ndarray | None:
     """
     # Passes that let go first of what the schedule does not keep for the next stage; those that fit.
     outside = ~Schedule.from_runs(task.problem.graph, R).S[1:]
-    tables, found = Tables.of(task.problem), list[np.ndarray]()
+    tables, schedules = Tables.of(task.problem), list[np.ndarray]()
     for passes, weights in enumerate(GRID):
-        if found and passes >= PASSES:
+        if schedules and passes >= PASSES:
             break
         stages = run_pass(tables, task.budget, replace(weights, outside=outside))
         if not isinstance(stages, DeadEnd):
-            found.append(as_matrix(stages))
+            schedules.append(as_matrix(stages))
         if task.clock.is_over:
             break
-    if (not found or not task.clock.is_over) and fits(task.problem, task.budget, R):
-        found.append(as_matrix(drop_runs(task.problem, task.budget, as_stages(R), task.clock)))
-    if not found:
+    if (not schedules or not task.clock.is_over) and fits(task.problem, task.budget, R):
+        schedules.append(as_matrix(drop_runs(task.problem, task.budget, as_stages(R), task.clock)))
+    if not schedules:
         return None
-    return as_matrix(exchange(task, as_stages(min(found, key=lambda runs: cost_of(task.problem, runs)))))
+    return as_matrix(exchange(task, as_stages(min(schedules, key=lambda runs: cost_of(task.problem, runs)))))
 
 
-def cheapest_known(problem: Problem, budget: int, known: Sequence[Solution]) -> Solution | None:
+def cheapest_known(problem: Problem, budget: int, solutions: Sequence[Solution]) -> Solution | None:
     """The cheapest plan that fits among those of the same ops at other sizes, adapted, or all kept; None if none fits.
 
-    Where the loss runs in parts in some, the step is split as far as one of them fits.
+    Where some of them run the loss in parts, the step is split until one of them fits.
 
     >>> chain = Problem.from_dag([[], [0], [1], [0, 2]], seconds=[1] * 4, sizes=[1] * 4)
     >>> cheapest_known(chain, 4, []).cost
@@ -124,9 +124,9 @@ def cheapest_known(problem: Problem, budget: int, known: Sequence[Solution]) -> 
     """
     if budget >= problem.keep_all_peak and not problem.limits.recomputed:
         return certify(problem, budget, _all_kept(problem), method="checkpoint-all", origin=OTHER_SIZE)
-    in_parts = any(solution.problem.splits for solution in known)
+    in_parts = any(solution.problem.splits for solution in solutions)
     for split in problem.splits_in_turn() if in_parts else [problem]:
-        best = _fitting(split, budget, known)
+        best = _fitting(split, budget, solutions)
         if best is None and (not in_parts or split.unavoidable_bytes.max() > budget):
             continue
         if best is not None and best.cost <= (1 + NEARLY) * split.least_cost:
@@ -136,19 +136,19 @@ def cheapest_known(problem: Problem, budget: int, known: Sequence[Solution]) -> 
         adapted = adapt(Task(split, budget, Clock(ADAPT_SECONDS)), start)
         if adapted is not None and (best is None or cost_of(split, adapted) < cost_of(split, start)):
             with suppress(SolverError):  # it breaks a rule
-                return certify(split, budget, adapted, method=(best or known[0]).method, origin=OTHER_SIZE)
+                return certify(split, budget, adapted, method=(best or solutions[0]).method, origin=OTHER_SIZE)
         if best is not None:
             return best
     return None
 
 
-def _fitting(problem: Problem, budget: int, known: Sequence[Solution]) -> Solution | None:
+def _fitting(problem: Problem, budget: int, solutions: Sequence[Solution]) -> Solution | None:
     """The cheapest plan that fits, of the next larger sizes and of the next smaller one; else the first other one."""
     size, T = problem.keep_all_peak, len(problem.graph.ops)
-    near = [one for one in known if one.schedule is not None and len(one.problem.graph.ops) == T]
-    near.sort(key=lambda solution: abs(solution.problem.keep_all_peak - size))
-    larger, smaller = ([one for one in near if (one.problem.keep_all_peak >= size) == is_so] for is_so in (True, False))
-    for group in (larger[:LARGER] + smaller[:1], *([one] for one in (*larger[LARGER:], *smaller[1:]))):
+    near = [plan for plan in solutions if plan.schedule is not None and len(plan.problem.graph.ops) == T]
+    near.sort(key=lambda plan: abs(plan.problem.keep_all_peak - size))
+    larger, smaller = ([s for s in near if (s.problem.keep_all_peak >= size) == is_so] for is_so in (True, False))
+    for group in (larger[:LARGER] + smaller[:1], *([plan] for plan in (*larger[LARGER:], *smaller[1:]))):
         before: np.ndarray | None = None  # many plans run the same
         runs = [(solution.method, solution.schedule.R) for solution in group if solution.schedule is not None]
         for method, R in sorted(runs, key=lambda run: cost_of(problem, run[1])):

@@ -68,15 +68,15 @@ class Beam(Backward):
     known: np.ndarray | None = None  # (T, T) R of a known plan, whose states go along
     beside: list[tuple[int, State]] = field(default_factory=list)  # per stage, the set it needs at the begin, its state
 
-    def search(self, known: np.ndarray | None = None) -> np.ndarray | None:
+    def search(self, R: np.ndarray | None = None) -> np.ndarray | None:
         """R (T, T) of the cheapest plan found, never dearer than the known one; None without time or plan."""
-        self.known, self.beside = known, []
-        if known is not None:
-            S = Schedule.from_runs(self.sets.problem.graph, known).S[:, self.sets.values]
+        self.known, self.beside = R, []
+        if R is not None:
+            S = Schedule.from_runs(self.sets.problem.graph, R).S[:, self.sets.values]
             packed = np.packbits(S, axis=1, bitorder="little")
             held = (S @ np.array(self.sets.size, dtype=np.int64)).tolist()
             once = np.array(self.sets.tables.seconds)
-            again = np.where(known.sum(axis=1) > 1, (known * once).sum(axis=1) - once, 0.0)
+            again = np.where(R.sum(axis=1) > 1, (R * once).sum(axis=1) - once, 0.0)
             for t, later in enumerate(again[::-1].cumsum()[::-1].tolist()):
                 needed = int.from_bytes(packed[t].tobytes(), "little")
                 self.beside.append((needed, (later, held[t], (None, t, KNOWN))))
@@ -87,7 +87,7 @@ class Beam(Backward):
     def bound(self) -> tuple[float, list[list[int]] | None]:
         """Seconds that every schedule spends on reruns, at most ``most``; and the stages of one that takes just that.
 
-        In any order it is that of every plan. 0.0 where the time is over.
+        With ``any_order`` the bound holds for every plan. 0.0 where the time is over.
         """
         self.every = self.merge = True
         seconds, stages = self._cheapest()
@@ -109,37 +109,37 @@ class Beam(Backward):
         return seconds, stages_of(self.sets, trail, self.known)
 
     def _begin(self, t: int, states: States, waiting: Waiting) -> None:
-        sets, of, room = self.sets, self.sets.bytes_of, self.budget - self.sets.base[t]
+        sets, bytes_of, room = self.sets, self.sets.bytes_of, self.budget - self.sets.base[t]
         reads, writes, ways = sets.inputs[t], sets.outputs[t], sets.savings[t]
         earlier, asked_for = sets.free[t] & sets.below[t], reads | sets.closing[t]
         for needed, (seconds, held, trail) in states.items():
-            short = held + of((reads | writes) & ~needed) + sets.working[t] - room
+            short = held + bytes_of((reads | writes) & ~needed) + sets.working[t] - room
             if short <= 0 or (ways and short <= sets.saved(t, t, needed)):
-                held += of(reads & ~needed) - of(needed & writes)
+                held += bytes_of(reads & ~needed) - bytes_of(needed & writes)
                 before = needed & ~writes | reads
-                asked = (before if self.every else before & asked_for) & earlier
-                waiting.add(before, asked, (seconds, held, trail))
+                candidates = (before if self.every else before & asked_for) & earlier
+                waiting.add(before, candidates, (seconds, held, trail))
 
-    def _decide(self, t: int, k: int, now: Pending, waiting: Waiting) -> None:
-        sets, of, room = self.sets, self.sets.bytes_of, self.budget - self.sets.base[t]
+    def _decide(self, t: int, k: int, pending: Pending, waiting: Waiting) -> None:
+        sets, bytes_of, room = self.sets, self.sets.bytes_of, self.budget - self.sets.base[t]
         reads, writes, takes, working = sets.inputs[k], sets.outputs[k], sets.tables.seconds[k], sets.working[k]
         ways, earlier = sets.savings[k], sets.free[t] & sets.below[t]
-        for (needed, asked, must), state in now.items():
-            kept = asked & ~writes
+        for (needed, candidates, must), state in pending.items():
+            kept = candidates & ~writes
             if not self.every or self._fits(t - 1, needed & ~(kept | must)):
                 waiting.add(needed, kept, state, must)
             seconds, held, trail = state
             seconds += takes
             if seconds >= self.most:
                 continue
-            missing = of(reads & ~needed)
-            short = held + missing + of(writes & ~needed) + working - room
-            gone, fits = of(needed & writes), short <= 0 or (ways and short <= sets.saved(t, k, needed))
+            missing = bytes_of(reads & ~needed)
+            short = held + missing + bytes_of(writes & ~needed) + working - room
+            gone, fits = bytes_of(needed & writes), short <= 0 or (ways and short <= sets.saved(t, k, needed))
             if fits:
                 again = seconds, held + missing - gone, (trail, t, k)
                 waiting.add(needed & ~writes | reads, kept | must | reads & earlier, again)
             if self.any_order and (must or sets.has_savings or not fits or missing > gone):
-                waiting.add(needed, kept, state, must | asked & writes)
+                waiting.add(needed, kept, state, must | candidates & writes)
 
     def _end(self, t: int, states: States) -> States:
         states = {needed: state for needed, state in states.items() if self._fits(t - 1, needed)}
@@ -178,18 +178,18 @@ class Beam(Backward):
         for at, group in waiting.groups.items():
             if len(group) < LEAST_GROUP:
                 continue
-            asked_of: dict[int, int] = {}
+            candidates_of: dict[int, int] = {}
             states: States = {}
-            for (needed, asked, must), state in group.items():
+            for (needed, candidates, must), state in group.items():
                 needed &= ~must  # as if it were to be had for nothing
-                asked_of[needed] = asked_of.get(needed, 0) | asked
+                candidates_of[needed] = candidates_of.get(needed, 0) | candidates
                 if needed not in states or state[0] < states[needed][0]:
                     states[needed] = state
             needed_sets = list(states)
             order = self._by_promise(needed_sets, [state[0] for state in states.values()], t)
             merged = self._merged([needed_sets[i] for i in order], states, len(group) // 2, t)
             waiting.groups[at] = {
-                (needed, reduce(or_, (asked_of[part] for part in parts)) & needed, 0): state
+                (needed, reduce(or_, (candidates_of[part] for part in parts)) & needed, 0): state
                 for needed, (state, parts) in merged.items()
             }
         waiting.count = sum(map(len, waiting.groups.values()))
@@ -204,9 +204,9 @@ class Beam(Backward):
         priced = bits[:width] * self.price[:, t]
         parts = [[needed] for needed in needed_sets[:width]]
         for i in range(width, len(needed_sets), CHUNK):
-            some = slice(i, i + CHUNK)
-            left = priced @ bits[some].T + np.minimum(seconds[:width, None], seconds[some])
-            for needed, j in zip(needed_sets[some], left.argmax(axis=0).tolist(), strict=True):
+            chunk = slice(i, i + CHUNK)
+            promise = priced @ bits[chunk].T + np.minimum(seconds[:width, None], seconds[chunk])
+            for needed, j in zip(needed_sets[chunk], promise.argmax(axis=0).tolist(), strict=True):
                 parts[j].append(needed)
         into: dict[int, list[int]] = {}
         for members in parts:
@@ -288,16 +288,16 @@ def backward_bound(task: Task, incumbent: Incumbent, *, widths: Sequence[int] = 
     R = np.eye(sets.T, dtype=bool) if incumbent.R is None else incumbent.R
     worth = bytes_in_stages(problem, R)[0] / budget
     forward = problem.seconds[: problem.graph.forward_length].sum()
-    any_order, known = sets.T <= MOST_OPS_IN_ANY_ORDER, incumbent.plan
+    any_order, plan = sets.T <= MOST_OPS_IN_ANY_ORDER, incumbent.plan
     price = prices(sets, budget, WORTH * forward / (problem.keep_all_peak * worth.sum() or 1.0) * worth)
     for width in widths:
         beam = Beam(sets, budget, width, price, task.clock, any_order=any_order)
-        if any_order or known is None or known.is_a_schedule:  # else all schedules may be dearer than the known plan
+        if any_order or plan is None or plan.is_a_schedule:  # else all schedules may be dearer than the known plan
             beam.most = incumbent.cost - once
-        again, found = beam.bound()
+        again, stages = beam.bound()
         incumbent.prove(once + again)
-        if found is not None and obeys_limits(problem, as_matrix(found)):
-            incumbent.offer(found, "backward bound")
+        if stages is not None and obeys_limits(problem, as_matrix(stages)):
+            incumbent.offer(stages, "backward bound")
         if again < BEHIND * (incumbent.bound - once):
             return
         if beam.complete or task.clock.is_over or incumbent.cost - incumbent.bound <= task.gap * incumbent.cost:
@@ -323,11 +323,11 @@ def detours(task: Task, R: np.ndarray) -> np.ndarray:
         worth *= np.exp(rng.uniform(*np.log(WORTHS))) * forward / (problem.keep_all_peak * worth.sum())
         price = prices(sets, budget, worth)
         price *= np.exp(rng.normal(0.0, rng.choice(NOISES), (len(price), 1))).astype(np.float32)
-        found = Beam(sets, budget, width, price, clock).search(R)
-        better = found is not None and cost_of(problem, found) < cost_of(problem, R) * (1 - 1e-9)
+        schedule = Beam(sets, budget, width, price, clock).search(R)
+        better = schedule is not None and cost_of(problem, schedule) < cost_of(problem, R) * (1 - 1e-9)
         # a beam knows not how often an op has run
-        if found is not None and better and obeys_limits(problem, found):
-            improved = exchange(task.within(SHARE_OF_EXCHANGE * clock.left), as_stages(found))
+        if schedule is not None and better and obeys_limits(problem, schedule):
+            improved = exchange(task.within(SHARE_OF_EXCHANGE * clock.left), as_stages(schedule))
             R, quiet = as_matrix(improved), 0
         else:
             quiet += 1

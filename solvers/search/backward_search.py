@@ -8,7 +8,7 @@ the last stage to the first. That no state is left is a proof; where too many ar
 proof comes of it. (Decision diagrams in which states are dropped: Bergman, Cire, van Hoeve and Hooker, "Decision
 Diagrams for Optimization", 2016.)
 
-`Backward` is the engine; what is decided, and which states go on, is said by those that derive from it. In
+`Backward` is the engine; the classes that derive from it say what is decided, and which states go on. In
 `BackwardSearch` cost does not count: where everything that is missing can be made again from nothing, that is done. In
 `checkmate.solvers.search.backward_beam` it does.
 
@@ -16,9 +16,9 @@ A schedule runs an op again once a stage at most, in PyTorch's order (`checkmate
 is made early waits while a long branch is made. A plan may make it late, or twice: in `AnyOrder` any op that made a
 needed value may have run just before, whatever ran after it; or nothing more ran again in the stage. So where all
 states were pursued and none reached the first op, no plan at all fits the budget. Two rules keep the states few. What
-can be made from nothing, in PyTorch's order, beside all the rest, is made so: then only the rest is needed, a part of
-what was. And of the states it is the one closest to the first op that is pursued, the one with the fewest bytes first:
-where a budget is met there mostly is a plan straight ahead.
+can be made from nothing, in PyTorch's order, beside all other values is made so: then only these are needed, a part of
+what was. And the state closest to the first op is pursued first, of several the one with the fewest bytes: where the
+budget can be met, a plan mostly lies straight ahead.
 """
 
 from __future__ import annotations
@@ -64,25 +64,25 @@ class Waiting:
         self.count = 0
         self.done: States = {}
 
-    def add(self, needed: int, asked: int, state: State, must: int = 0) -> None:
-        """Add a state whose values ``asked`` may still be made again in this stage; of two equal ones keep the cheaper.
+    def add(self, needed: int, candidates: int, state: State, must: int = 0) -> None:
+        """Add a state whose ``candidates`` may still be made again in this stage; of two equal ones keep the cheaper.
 
-        Those that ``must`` be are made before something else that is made again: without that the state is none.
+        Values of ``must`` have to be made again before the state is done; a state done without them is dropped.
         """
-        if not asked:
-            known = self.done.get(needed)
-            if not must and (known is None or state[0] < known[0]):
+        if not candidates:
+            rival = self.done.get(needed)
+            if not must and (rival is None or state[0] < rival[0]):
                 self.done[needed] = state
             return
-        k = self.producer[asked.bit_length() - 1]
+        k = self.producer[candidates.bit_length() - 1]
         if k not in self.groups:
             self.groups[k] = {}
             heapq.heappush(self.queue, -k)
         group = self.groups[k]
-        known = group.get((needed, asked, must))
-        self.count += known is None
-        if known is None or state[0] < known[0]:
-            group[needed, asked, must] = state
+        rival = group.get((needed, candidates, must))
+        self.count += rival is None
+        if rival is None or state[0] < rival[0]:
+            group[needed, candidates, must] = state
 
 
 class Backward(ABC):
@@ -109,9 +109,9 @@ class Backward(ABC):
             while waiting.queue:
                 # Decide on the last op of those that may run again.
                 k = -heapq.heappop(waiting.queue)
-                now = waiting.groups.pop(k)
-                waiting.count -= len(now)
-                self._decide(t, k, now, waiting)
+                pending = waiting.groups.pop(k)
+                waiting.count -= len(pending)
+                self._decide(t, k, pending, waiting)
                 if waiting.count > 2 * self.width:
                     self._thin_waiting(t, waiting)
                 if self.clock.is_over:
@@ -135,7 +135,7 @@ class Backward(ABC):
         """Run op t for the first time; the other runs of stage t are decided next."""
 
     @abstractmethod
-    def _decide(self, t: int, k: int, now: Pending, waiting: Waiting) -> None:
+    def _decide(self, t: int, k: int, pending: Pending, waiting: Waiting) -> None:
         """Run op k again in stage t, or keep its results from before."""
 
     @abstractmethod
@@ -155,24 +155,24 @@ def _fits(search: BackwardSearch | AnyOrder, t: int, k: int, needed: int) -> boo
     return least <= search.budget
 
 
-def stages_of(sets: ValueSets, trail: Trail | None, known: np.ndarray | None = None) -> list[list[int]]:
+def stages_of(sets: ValueSets, trail: Trail | None, R: np.ndarray | None = None) -> list[list[int]]:
     """The ops that run in each stage of a trail, in order."""
     stages: list[list[int]] = [[] for _ in range(sets.T)]
     while trail is not None:
-        trail, t, what = trail
-        if what >= 0:
-            stages[t].append(what)
+        trail, t, code = trail
+        if code >= 0:
+            stages[t].append(code)
             continue
-        if what == KNOWN:
-            assert known is not None
-            stages[t:] = [np.flatnonzero(row[:i]).tolist() for i, row in enumerate(known[t:], t)]
+        if code == KNOWN:
+            assert R is not None
+            stages[t:] = [np.flatnonzero(row[:i]).tolist() for i, row in enumerate(R[t:], t)]
             continue
-        missing, made = SCRATCH - what, []
+        missing, reruns = SCRATCH - code, []
         while missing:
             k = sets.producer[missing.bit_length() - 1]
-            made.append(k)
+            reruns.append(k)
             missing = sets.before(k, missing) & sets.free[t]
-        stages[t] += reversed(made)
+        stages[t] += reversed(reruns)
     return [[*again, t] for t, again in enumerate(stages)]
 
 
@@ -202,23 +202,23 @@ class BackwardSearch(Backward):
         """Add a state in which ops before op k may still run again in stage t."""
         waiting.add(needed, needed & self.sets.free[t] & self.sets.below[k], (0.0, 0, trail))
 
-    def _decide(self, t: int, k: int, now: Pending, waiting: Waiting) -> None:
+    def _decide(self, t: int, k: int, pending: Pending, waiting: Waiting) -> None:
         """Decide as `Backward` does, or remake everything missing from nothing."""
         sets, free, done = self.sets, self.sets.free[t], waiting.done
         home = range(self.sets.T) if self.homes is None else self.homes.get(k, NOWHERE)
         must = self.homes is not None and t == home.start and bool(home)
-        for (needed, _, _), (_, _, trail) in now.items():
+        for (needed, _, _), (_, _, trail) in pending.items():
             # Remake everything missing at once, if that fits: no state of this stage needs less.
             if k < sets.forward_length:
                 missing = needed & free & sets.below[k + 1]
                 scratch = sets.from_scratch(t, missing)
-                others = needed ^ missing
-                with_pinned = others | scratch.pinned
+                remaining = needed ^ missing
+                with_pinned = remaining | scratch.pinned
                 peak = sets.base[t] + sets.bytes_of(with_pinned) + scratch.peak + sets.mandatory_bytes(t, with_pinned)
                 if peak <= self.budget:
-                    done.setdefault(others if self.loose else with_pinned, (0.0, 0, (trail, t, SCRATCH - missing)))
-                    if with_pinned == others or self.loose or not self.exact:
-                        self.complete &= with_pinned == others or self.loose
+                    done.setdefault(remaining if self.loose else with_pinned, (0.0, 0, (trail, t, SCRATCH - missing)))
+                    if with_pinned == remaining or self.loose or not self.exact:
+                        self.complete &= with_pinned == remaining or self.loose
                         continue
             # Run op k again, unless that is too far back or not its place.
             if k >= sets.forward_length and t - k > self.far:
@@ -239,9 +239,9 @@ class BackwardSearch(Backward):
 
     def _thin_waiting(self, t: int, waiting: Waiting) -> None:
         where = {key[0]: (k, key) for k, group in waiting.groups.items() for key in group}
-        kept = self._end(t, {needed: waiting.groups[k][key] for needed, (k, key) in where.items()})
-        waiting.groups, waiting.count = {k: {} for k in waiting.groups}, len(kept)
-        for needed, state in kept.items():
+        survivors = self._end(t, {needed: waiting.groups[k][key] for needed, (k, key) in where.items()})
+        waiting.groups, waiting.count = {k: {} for k in waiting.groups}, len(survivors)
+        for needed, state in survivors.items():
             k, key = where[needed]
             waiting.groups[k][key] = state
 
@@ -302,9 +302,9 @@ def find_plan(
 def refute(sets: ValueSets, budget: int, t: int, *, width: int, clock: Clock) -> int | None:
     """A proof that no schedule fits the budget, from the needs of op t and earlier ops; None if it fails.
 
-    Nothing is asked for at the end of stage t but what is owed in any case, so that what follows is needed in every
-    schedule. It ends without a proof once nothing more is needed, or at too many states. A proof is the number of bytes
-    below which the same search finds nothing: more than the budget.
+    The search begins at the end of stage t, where it asks for the mandatory bytes only: so all that it finds to be
+    needed is needed in every schedule. It fails once nothing more is needed, or at too many states. The proof is a
+    number of bytes, more than the budget, below which the same search finds nothing.
 
     Raises:
         OutOfTime: where the clock runs out first.
@@ -346,8 +346,8 @@ class AnyOrder:
         >>> AnyOrder(ValueSets(five), 9, Clock()).runs()
         [[0], [0, 1], [0, 1, 2], [0, 1, 3], [0, 1, 2, 0, 4]]
         """
-        found, trail = self._search(self.sets.T - 1)
-        return stages_of(self.sets, trail) if found else None
+        success, trail = self._search(self.sets.T - 1)
+        return stages_of(self.sets, trail) if success else None
 
     def refutes(self, t: int) -> bool:
         """Tell whether it is proven that no plan within the budget runs op t."""
@@ -355,7 +355,7 @@ class AnyOrder:
 
     def _search(self, last: int) -> tuple[bool, Trail | None]:
         """Search backwards for a state that needs nothing before op ``last``; give the runs that led to it."""
-        sets, left, self.reached = self.sets, self.most, last + 1
+        sets, states_left, self.reached = self.sets, self.most, last + 1
         heap: list[tuple[int, int, int, int, Trail | None]] = [(last + 1, 0, 0, 0, None)]
         seen = {(last + 1, 0)}
         pursued: dict[int, list[int]] = {}
@@ -370,14 +370,13 @@ class AnyOrder:
             if any(other & needed == other for other in better):
                 continue
             better.append(needed)
-            left -= 1
-            # Its predecessors.
-            for stage, before, what in self._before(t, needed, begun=t <= last):
+            states_left -= 1
+            for stage, before, code in self._before(t, needed, begun=t <= last):
                 if (stage, before) not in seen:
                     seen.add((stage, before))
-                    then = trail if what is None else (trail, stage, what)
+                    then = trail if code is None else (trail, stage, code)
                     heapq.heappush(heap, (stage, sets.bytes_of(before), len(seen), before, then))
-            if left <= 0 or self.clock.is_over:
+            if states_left <= 0 or self.clock.is_over:
                 self.complete = False
                 return False, None
         return False, None
@@ -385,13 +384,13 @@ class AnyOrder:
     def _before(self, t: int, needed: int, *, begun: bool) -> Iterator[tuple[int, int, int | None]]:
         """Yield the runs that may precede op t, which needs ``needed`` in memory: (stage, its needs, op)."""
         sets = self.sets
-        others: list[tuple[int, int, int]] = []
-        for one in self._again(t, needed) if begun else ():
-            if one[1] & needed == one[1]:  # it needs no more than before
-                yield one
+        reruns: list[tuple[int, int, int]] = []
+        for run in self._again(t, needed) if begun else ():
+            if run[1] & needed == run[1]:  # it needs no more than before
+                yield run
                 return
-            others.append(one)
-        yield from others
+            reruns.append(run)
+        yield from reruns
         if not (t == sets.forward_length and needed & sets.gone) and _fits(self, t - 1, t - 1, needed):
             yield t - 1, sets.before(t - 1, needed), None
 
@@ -400,10 +399,10 @@ class AnyOrder:
         sets, values = self.sets, needed & self.sets.free[t] & self.sets.below[t]
         missing = values & sets.below[sets.forward_length]
         while missing:  # as much of it as can be made from nothing
-            scratch, rest = sets.from_scratch(t, missing), needed & ~missing
-            held = rest | scratch.pinned
+            scratch, remaining = sets.from_scratch(t, missing), needed & ~missing
+            held = remaining | scratch.pinned
             if sets.base[t] + sets.bytes_of(held) + scratch.peak + sets.mandatory_bytes(t, held) <= self.budget:
-                yield t, rest if self.loose else held, SCRATCH - missing
+                yield t, remaining if self.loose else held, SCRATCH - missing
                 break
             missing &= sets.below[sets.producer[missing.bit_length() - 1]]
         while values:

@@ -42,7 +42,7 @@ STEPS = (1.0, 3.0)  # standard deviations of a tilt, in the logarithm
 
 
 def drop_runs(problem: Problem, budget: int, runs: list[list[int]], clock: Clock) -> list[list[int]]:
-    """Fewer ops in each stage of a plan within the budget than these, which are within it too, in any order.
+    """The ops that run in each stage of a plan within the budget: fewer than these, which fit it too; in any order.
 
     Stages run in PyTorch's order wherever that fits, and as they were where it does not.
 
@@ -57,10 +57,10 @@ def drop_runs(problem: Problem, budget: int, runs: list[list[int]], clock: Clock
     for _ in range(ROUNDS):
         stages, before = _Stages(problem, budget, best), cost
         for worth in stages.worths():
-            found = useful_runs(problem.graph, stages.run(worth))
-            taken = stages.tables.seconds_of(found)
-            if taken < cost and obeys_limits(problem, as_matrix(found)):
-                best, cost = found, taken
+            candidate = useful_runs(problem.graph, stages.run(worth))
+            seconds = stages.tables.seconds_of(candidate)
+            if seconds < cost and obeys_limits(problem, as_matrix(candidate)):
+                best, cost = candidate, seconds
             if clock.is_over:
                 return best
         if cost >= before * (1 - WORTH_A_ROUND):
@@ -125,7 +125,7 @@ class GuidedPasses:
         """The ops that run in each stage of the cheapest pass without tilts; None if none was made."""
         while self.first and not clock.is_over:
             self.pool += self._pass(*self.first.pop(0))
-        self.pool = sorted(self.pool, key=lambda one: one.cost)[:POOL]
+        self.pool = sorted(self.pool, key=lambda entry: entry.cost)[:POOL]
         return self.pool[0].stages if self.pool else None
 
     def search(self, clock: Clock) -> list[list[list[int]]]:
@@ -148,10 +148,10 @@ class GuidedPasses:
                         self.pool[i] = new
                 if clock.is_over:
                     break
-            self.pool.sort(key=lambda one: one.cost)
+            self.pool.sort(key=lambda entry: entry.cost)
             quiet = 0 if self.pool[0].cost < best * (1 - 1e-9) else quiet + 1
             self.pool[-1] = self.pool[0]
-        plans = {one.cost: one.stages for one in self.pool if one.cost not in self.given}
+        plans = {entry.cost: entry.stages for entry in self.pool if entry.cost not in self.given}
         self.given.update(plans)
         return [*plans.values()]
 
@@ -159,10 +159,10 @@ class GuidedPasses:
         worth = (dear * np.exp(tilt + trust * self.kept)).tolist()  # by the moments before the next stage
         after = self.next_moment
 
-        def of(v: int, t: int) -> float:
+        def worth_of(v: int, t: int) -> float:
             return worth[after[t]][v] / (self.stages.next_use[v] - t + 1) ** urgency
 
-        stages = useful_runs(self.problem.graph, self.stages.run(of))
+        stages = useful_runs(self.problem.graph, self.stages.run(worth_of))
         if not obeys_limits(self.problem, as_matrix(stages)):
             return []
         return [_Pass(self.stages.tables.seconds_of(stages), dear, urgency, trust, tilt, stages)]
@@ -197,12 +197,12 @@ class _Stages:
 
     def run(self, worth: Worth) -> list[list[int]]:
         runs: list[list[int]] = []
-        there: set[int] = set()
+        at_hand: set[int] = set()
         tables, users = self.tables, self.tables.users
         self.next_use = [float(us[0]) if us else np.inf for us in users]
         turn = [0] * len(users)
         for t in range(self.T):
-            extra = sorted(there - self.needed[t], key=lambda v: worth(v, t), reverse=True)
+            extra = sorted(at_hand - self.needed[t], key=lambda v: worth(v, t), reverse=True)
             for start, ops in self._ways(t, extra):
                 level, idle, over = self._levels(t, start, ops)
                 if level.max() <= self.room[t]:
@@ -214,7 +214,7 @@ class _Stages:
             # Keep values for the next stage: those that the plan needs, and others that fit.
             slack = self.room[t] - level
             least = int(slack.min(initial=self.room[t + 1]))  # or less: most values fit anywhere
-            there = set(self.needed[t + 1])
+            at_hand = set(self.needed[t + 1])
             going = tables.recomputed if t + 1 == tables.boundary else ()
             useful = [v for v in idle if self.next_use[v] < np.inf and v not in going]
             for v in sorted(useful, key=lambda v: worth(v, t), reverse=True):
@@ -228,7 +228,7 @@ class _Stages:
                 if fits and (not less or less <= slack[begin - 1]):
                     slack[begin:] -= size
                     least -= size
-                    there.add(v)
+                    at_hand.add(v)
                     if written is not None:
                         savings.remove(written)
                         slack[begin - 1] -= less

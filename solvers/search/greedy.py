@@ -61,7 +61,7 @@ class DeadEnd:
 def run_pass(tables: Tables, budget: int, weights: Weights, clock: Clock | None = None) -> list[list[int]] | DeadEnd:
     """The ops that run in each stage, ascending; or the dead end that the pass got into.
 
-    Or where the clock was over: a pass that makes much again, and that again, is slow, and of no use.
+    It ends once the clock is over, too: a pass that makes much again, from what it makes again, is slow and of no use.
     """
     state = PassState(tables, budget, weights)
     inputs, outputs, at_hand = tables.inputs, tables.outputs, state.at_hand
@@ -163,8 +163,8 @@ class PassState:
         spans: dict[int, tuple[int, int]] = {}
         for v in sorted(tables.recomputed, key=lambda v: -tables.producer[v]):
             needed = [k for k in tables.users[v] if k >= tables.boundary]
-            others = (w for k in tables.users[v] for w in tables.outputs[k] if w in spans)
-            needed += [stage for w in others for stage in spans[w]]
+            outputs = (w for k in tables.users[v] for w in tables.outputs[k] if w in spans)
+            needed += [stage for w in outputs for stage in spans[w]]
             if needed:
                 first, last = spans[v] = min(needed), max(needed)
                 for u in tables.inputs[tables.producer[v]]:
@@ -279,7 +279,7 @@ class PassState:
         if self.weights.outside is not None and now < len(self.weights.outside):
             urgency[self.weights.outside[now]] *= 1e-9
         # The least goes until there is room, and what was spared if nothing else is left.
-        gone: list[tuple[float, int]] = []
+        evictions: list[tuple[float, int]] = []
         written = 0  # bytes that are saved by writing over what is needed later
         while self.room < goal:
             self.refresh_worth()
@@ -300,12 +300,12 @@ class PassState:
                 self.drop(v)
             if score < np.inf:
                 urgency[v] = np.inf
-                gone.append((score, v))
+                evictions.append((score, v))
                 if more:
                     written += more
                     urgency[[u for u, _ in savings if u not in ways]] = np.inf
         # Values that need not have gone come back, the worthiest first.
-        for _, v in sorted(gone, reverse=True):
+        for _, v in sorted(evictions, reverse=True):
             if self.at_hand[v]:
                 if v == self.overwritten and self.room - written >= goal:
                     self.overwritten, goal = before, goal + written
@@ -370,7 +370,7 @@ def next_use(task: Task, incumbent: Incumbent, *, patience: float = inf) -> Rema
             cost = tables.seconds_of(stages)
             if not best or cost < CLEARLY * best[0][0]:
                 incumbent.offer(stages, METHOD)  # a usable plan at once
-            if all(abs(cost - known) > 1e-9 * known for known, _ in best):
+            if all(abs(cost - other_cost) > 1e-9 * other_cost for other_cost, _ in best):
                 best = sorted([*best, (cost, stages)], key=lambda plan: plan[0])[:MOST_IMPROVED]
         if clock.is_over:
             break
@@ -385,8 +385,8 @@ def next_use(task: Task, incumbent: Incumbent, *, patience: float = inf) -> Rema
         for start, quiet in [*((plan, 4) for plan in starts), (None, 20)]:
             if task.clock.is_over:
                 break
-            found = as_matrix(exchange(task, as_stages(R) if start is None else start, quiet=quiet))
-            if cost_of(problem, found) < cost_of(problem, R):
-                R = found
+            candidate = as_matrix(exchange(task, as_stages(R) if start is None else start, quiet=quiet))
+            if cost_of(problem, candidate) < cost_of(problem, R):
+                R = candidate
                 incumbent.offer(R, METHOD)
     return Remarks(details={"passes": passes, "best pass": best[0][0]})

@@ -54,9 +54,9 @@ def late_results(graph: Graph) -> list[int] | None:
     late: set[int] = set()
     for k, op in enumerate(graph.ops[begin:], begin):
         unread = all(v in results and not graph.users[v] for v in op.outputs)
-        made = sum(graph.values[v].size_bytes for v in op.outputs)
+        output_bytes = sum(graph.values[v].size_bytes for v in op.outputs)
         read = [graph.values[v] for v in op.inputs if v not in results]
-        if unread and made > sum(value.size_bytes for value in read if value.producer is not None):
+        if unread and output_bytes > sum(value.size_bytes for value in read if value.producer is not None):
             late.add(k)
     order = sorted(range(T), key=late.__contains__)
     if order == sorted(order):
@@ -74,7 +74,7 @@ def late_results(graph: Graph) -> list[int] | None:
 def second_runs(problem: Problem, *, shares: tuple[float, ...] = SHARES) -> list[dict[int, range]]:
     """For each share of the waiting bytes, the backward ops to run a second time, and in which stage.
 
-    What waits is what the backward makes, and reads not for long; of all moments the one counts at which they wait
+    Values wait that the backward makes, and does not read for long. Of all moments the one counts at which they wait
     longest, all together. An op runs again when something needs it for the first time after that, or before another op
     overwrites what it reads. Steps in which next to nothing waits give no dictionaries.
 
@@ -87,10 +87,10 @@ def second_runs(problem: Problem, *, shares: tuple[float, ...] = SHARES) -> list
     # do not count in it: on its way through a step a gradient of activations is large, and read soon.
     begins = graph.forward_length
     long = LONG * (len(graph.ops) - begins)
-    made = [(k, v) for k, op in enumerate(graph.ops) if k >= begins and op.pinned is None for v in op.outputs]
+    outputs = [(k, v) for k, op in enumerate(graph.ops) if k >= begins and op.pinned is None for v in op.outputs]
     waits = [
         (before, after, v)
-        for k, v in made
+        for k, v in outputs
         if v not in results
         for before, after in pairwise((k, *graph.users[v]))
         if after - before >= long
@@ -111,15 +111,15 @@ def second_runs(problem: Problem, *, shares: tuple[float, ...] = SHARES) -> list
     for n in chosen:
         # Their ops run again after the moment, and those that make the unkept values they need.
         kept = results.union(waiting[n:])
-        wanted = {v: min(k for k in graph.users[v] if k > moment) for v in waiting[:n]}
+        deadlines = {v: min(k for k in graph.users[v] if k > moment) for v in waiting[:n]}
         homes.append({})
         for k in reversed(range(begins, moment)):
             op = graph.ops[k]
-            stages_of = [wanted[v] for v in op.outputs if v in wanted]
+            stages_of = [deadlines[v] for v in op.outputs if v in deadlines]
             stage = min([*stages_of, problem.limits.last_stage.get(k, len(graph.ops))])
             if stages_of and op.pinned is None and stage > moment:
                 homes[-1][k] = range(stage, stage + 1)
-                wanted |= {v: min(stage, wanted.get(v, stage)) for v in op.inputs if v not in kept}
+                deadlines |= {v: min(stage, deadlines.get(v, stage)) for v in op.inputs if v not in kept}
     return homes
 
 
@@ -154,12 +154,12 @@ def last_twice(problem: Problem) -> list[dict[int, range]]:
         seconds = float(problem.seconds[[*again]].sum())
         if again and seconds <= SECONDS_LAST * problem.keep_all_cost and not any(graph.ops[k].pinned for k in again):
             # They run again as late as what goes is read, each of them in a stage of its own if need be.
-            first, last = (of(users[v][i] for v in gone) for of, i in ((min, 0), (max, -1)))
+            first, last = (pick(users[v][i] for v in gone) for pick, i in ((min, 0), (max, -1)))
             stages = range(max(max(again) + 1, first - len(again)), last + 1)
             freed = int(problem.sizes[gone].sum()) - int(problem.sizes[[*kept.difference(waits)]].sum())
             ways.append((seconds, freed, dict.fromkeys(sorted(again), stages)))
-    found, most = list[dict[int, range]](), WORTH * problem.unavoidable_bytes.max()
+    choices, most = list[dict[int, range]](), WORTH * problem.unavoidable_bytes.max()
     for _, freed, homes in sorted(ways, key=lambda way: way[0]):
         if freed > most:
-            found, most = [*found, homes], freed
-    return found
+            choices, most = [*choices, homes], freed
+    return choices

@@ -76,8 +76,8 @@ def _save(line: Line, p: int, limit: float) -> None:
             q = max((q for q, makes in line.touches[v] if makes and q < p and line.on[q]), default=None)
             if q is None or line.fixed[q]:
                 continue
-            made = line.tables.outputs[line.op_at[q]]
-            if not any(first == q < last for w in made for first, last in line.intervals(w)):
+            outputs = line.tables.outputs[line.op_at[q]]
+            if not any(first == q < last for w in outputs for first, last in line.intervals(w)):
                 line.flip(q)
                 undo.append(q)
                 todo.append(q)
@@ -105,8 +105,8 @@ def _save(line: Line, p: int, limit: float) -> None:
 def places_of(problem: Problem, R: np.ndarray) -> np.ndarray:
     """(P, 2) int: (stage, op) in execution order, of R (T, T) and where more runs can be useful.
 
-    In stage t those are the ops whose values op t reads, those that may not run later and whose values may be read
-    then, those whose values they read, and so on; the ones farthest from t are left out where there are too many.
+    In stage t those are the ops whose values op t reads, the ops that may not run after stage t and whose values may be
+    read later, the ops whose values these read, and so on; the ones farthest from t are left out if there are too many.
     """
     graph, until, T = problem.graph, problem.limits.last_stage, len(problem.graph.ops)
     free = {k for k, op in enumerate(graph.ops) if op.pinned is None}
@@ -123,10 +123,10 @@ def places_of(problem: Problem, R: np.ndarray) -> np.ndarray:
         layers.append([(t, k) for t, ks in enumerate(border) for k in ks])
     if sum(map(len, layers)) > MOST_PLACES * T and len(layers) > 1:
         layers.pop()
-    there = np.eye(T, dtype=bool) | R
+    places = np.eye(T, dtype=bool) | R
     t, k = np.array([place for layer in layers for place in layer], dtype=np.int64).reshape(-1, 2).T
-    there[t, k] = True
-    return np.argwhere(there)
+    places[t, k] = True
+    return np.argwhere(places)
 
 
 class Line:
@@ -248,12 +248,12 @@ class Line:
                 self.bytes_at[self.forward_ends] += (abs(self.room) + 1) * sign
             if saves and (saved := saves.get(self.op_at[last])):
                 # The value goes with the last run, or no longer; of several the best counts.
-                others = self.saved.setdefault(last, [])
+                savings = self.saved.setdefault(last, [])
                 if sign < 0:
-                    others.remove(saved)
-                self.bytes_at[last] -= sign * max(0, saved - max(others, default=0))
+                    savings.remove(saved)
+                self.bytes_at[last] -= sign * max(0, saved - max(savings, default=0))
                 if sign > 0:
-                    others.append(saved)
+                    savings.append(saved)
 
     def intervals(self, v: int, begin: int = 0, end: int | None = None) -> list[tuple[int, int]]:
         """The intervals of v in memory: from each run of its producer to the last reader before the next run.
@@ -261,19 +261,19 @@ class Line:
         Args:
             begin, end: only of these touches.
         """
-        found: list[tuple[int, int]] = []
+        spans: list[tuple[int, int]] = []
         first = last = -1
         on = self.switches
         for p, makes in self.touches[v][begin:end]:
             if on[p]:
                 if makes:
                     if first >= 0:
-                        found.append((first, last))
+                        spans.append((first, last))
                     first = p
                 last = p
         if first >= 0:
-            found.append((first, last))
-        return found
+            spans.append((first, last))
+        return spans
 
     def offers(self, p: int) -> Iterator[int]:
         """Places that are off at which a value idle at p could be remade, the cheapest per byte first."""

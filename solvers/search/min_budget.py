@@ -156,22 +156,22 @@ def min_budget(problem: Problem, *, time_limit: float = TIME_LIMIT, rules: Rules
     MinBudget(peak=3, bound=3)
     """
     check_problem(problem)
-    *others, last = (problem if rules is None else with_rules(problem, rules)).splits_in_turn()
+    *earlier, last = (problem if rules is None else with_rules(problem, rules)).splits_in_turn()
     clock = Clock(time_limit)
-    ends = ends_of(last, time_limit=time_limit * (SHARE_OF_LAST if others else 1))
+    ends = ends_of(last, time_limit=time_limit * (SHARE_OF_LAST if earlier else 1))
     peak, splits, bound = ends.peak, last.splits, ends.bound
-    for other in reversed(others):  # a split holds more beside the rest: the step split less may take less
-        floor = int(other.unavoidable_bytes.max())
+    for split in reversed(earlier):  # a split holds more beside the rest: the step split less may take less
+        floor = int(split.unavoidable_bytes.max())
         bound = min(bound, floor)
         if floor < (1 - CLOSE) * peak:
-            found = ends_of(other, time_limit=clock.left / 2)
-            if found.peak < peak:
-                peak, splits = found.peak, other.splits
+            split_ends = ends_of(split, time_limit=clock.left / 2)
+            if split_ends.peak < peak:
+                peak, splits = split_ends.peak, split.splits
     return MinBudget(peak, bound, splits, slow_budget(last, peak) if splits == last.splits else None)
 
 
 def slow_budget(problem: Problem, smallest: int, *, slow: float = SLOW) -> SlowBudget | None:
-    """A budget with fewer seconds, where the plan of the smallest takes ``slow`` times those of keeping everything.
+    """A roomier budget, where the plan of the smallest takes ``slow`` times the seconds of keeping everything.
 
     None if it does not, or with a second memory, whose waits are known only once it is planned.
 
@@ -196,22 +196,22 @@ def smallest_within(problem: Problem, seconds: float, least: int, clock: Clock) 
     >>> smallest_within(chain, 5.0, 1, Clock())
     (3, 4.0)
     """
-    low, high, found = least, problem.keep_all_peak, problem.keep_all_cost
+    low, high, high_cost = least, problem.keep_all_peak, problem.keep_all_cost
     while high - low > max(1, NEAR_TWICE * high) and not clock.is_over:
         middle = (low + high) // 2
         cost = _first_seconds(problem, middle, clock)
         if cost < seconds:
-            high, found = middle, cost
+            high, high_cost = middle, cost
         else:
             low = middle
-    return high, found
+    return high, high_cost
 
 
 def _first_seconds(problem: Problem, budget: int, clock: Clock) -> float:
     """Seconds of the cheapest of a few eviction passes, or of a plan of a small peak; infinite if there is none."""
     tables = Tables.of(problem)
-    found = (run_pass(tables, budget, weights, clock) for weights in GRID[:6])
-    costs = [tables.seconds_of(stages) for stages in found if not isinstance(stages, DeadEnd)]
+    passes = (run_pass(tables, budget, weights, clock) for weights in GRID[:6])
+    costs = [tables.seconds_of(stages) for stages in passes if not isinstance(stages, DeadEnd)]
     if not costs and (runs := small_plan(problem, budget, clock)) is not None:
         costs = [tables.seconds_of(drop_runs(problem, budget, runs, Clock(0.0)))]
     return min(costs, default=float("inf"))
@@ -220,8 +220,8 @@ def _first_seconds(problem: Problem, budget: int, clock: Clock) -> float:
 def ends_of(problem: Problem, *, time_limit: float = TIME_LIMIT) -> MinBudget:
     """The smallest budget of a problem without further splits."""
     if problem.host is None:
-        known = _find(problem, time_limit)
-        return MinBudget(known.best, known.least)
+        record = _find(problem, time_limit)
+        return MinBudget(record.best, record.least)
     if problem.homes:
         plan = with_most_sent(problem, time_limit=time_limit)[1]
         peak = problem.keep_all_peak if plan is None else simulator.simulate(plan, problem).peak
@@ -256,8 +256,8 @@ def with_most_sent(problem: Problem, *, time_limit: float = TIME_LIMIT) -> tuple
 
 def least_runs(problem: Problem, *, time_limit: float = TIME_LIMIT) -> tuple[int, np.ndarray]:
     """The smallest peak that a schedule without a second memory is known to reach, and its R (T, T)."""
-    known = _find(problem.with_host(None) if problem.host is not None else problem, time_limit)
-    return known.peak, known.R
+    record = _find(problem.with_host(None) if problem.host is not None else problem, time_limit)
+    return record.peak, record.R
 
 
 def least_plan(problem: Problem, budget: int, clock: Clock) -> list[list[int]]:
@@ -272,11 +272,11 @@ def least_plan(problem: Problem, budget: int, clock: Clock) -> list[list[int]]:
     [[0], [1], [2], [0, 3], [0, 1, 2, 0, 4]]
     """
     problem = problem.with_host(None) if problem.host is not None else problem
-    known = _find(problem, 0.0)
-    runs = known.runs
-    if runs is None or max(budget, known.peak_of_runs) >= known.peak:
-        runs = as_stages(known.R)
-    return drop_runs(problem, max(budget, known.best), runs, clock)
+    record = _find(problem, 0.0)
+    runs = record.runs
+    if runs is None or max(budget, record.peak_of_runs) >= record.peak:
+        runs = as_stages(record.R)
+    return drop_runs(problem, max(budget, record.best), runs, clock)
 
 
 def small_plan(
@@ -304,7 +304,7 @@ def small_plan(
 
 
 def ops_above(problem: Problem, budget: int, *, time_limit: float = TIME_LIMIT) -> dict[int, int]:
-    """The ops while which the plan of the smallest known peak takes more than a budget, and the bytes that it takes.
+    """The ops at which the plan of the smallest known peak takes more than a budget, and the bytes that it takes there.
 
     >>> five = Problem.from_dag([[], [0], [1], [0, 1], [0, 2]], seconds=[1] * 5, sizes=[3, 4, 2, 1, 1])
     >>> ops_above(five, 8), ops_above(five, 7)
@@ -313,10 +313,10 @@ def ops_above(problem: Problem, budget: int, *, time_limit: float = TIME_LIMIT) 
     problem = problem.with_host(None) if problem.host is not None else problem
     ends_of(problem, time_limit=time_limit)
     usage = simulator.simulate(simulator.lower_runs(problem, least_plan(problem, budget, Clock(0.0))), problem)
-    taken = dict[int, int]()
+    most_bytes = dict[int, int]()
     for op, count in zip(usage.ops, usage.bytes_at, strict=True):
-        taken[op] = max(count, taken.get(op, 0))
-    return {op: count for op, count in taken.items() if count > budget}
+        most_bytes[op] = max(count, most_bytes.get(op, 0))
+    return {op: count for op, count in most_bytes.items() if count > budget}
 
 
 def bottleneck(problem: Problem) -> int:
@@ -328,8 +328,8 @@ def _find(problem: Problem, time_limit: float) -> _Known:
     # Problems that differ in their costs only have one mark: a step captured again has the same smallest budget.
     prints = fingerprints(problem)
     mark = prints.structure, prints.sizes, problem.resident
-    known = _known.get(mark)
-    if known is None:
+    record = _known.get(mark)
+    if record is None:
         # A first plan runs each op once, where no rule has it run again.
         peak, R = problem.keep_all_peak, np.eye(len(problem.graph.ops), dtype=bool)
         if problem.limits.recomputed:
@@ -337,39 +337,39 @@ def _find(problem: Problem, time_limit: float) -> _Known:
             peak = peak_of(problem, R)
         op = int(problem.unavoidable_bytes.argmax())
         floor = int(problem.unavoidable_bytes[op])
-        known = _Known(peak, R, floor, op, floor)
-        _known[mark] = known
+        record = _Known(peak, R, floor, op, floor)
+        _known[mark] = record
         if len(_known) > REMEMBERED:
             _known.popitem(last=False)
     _known.move_to_end(mark)
     exact = len(problem.graph.ops) <= MOST_OPS_EXACT
-    if not known.is_done(exact=exact) and time_limit > known.time_limit:
-        known.time_limit = time_limit
+    if not record.is_done(exact=exact) and time_limit > record.time_limit:
+        record.time_limit = time_limit
         clock = Clock(time_limit)
-        ends = _Ends(problem, known, clock.share(SHARE), exact=exact)
+        ends = _Ends(problem, record, clock.share(SHARE), exact=exact)
         with contextlib.suppress(OutOfTime):
             ends.close()
         if not exact:
-            ends.refute_in_any_order(known.bound - 1, known.op, 1, clock)
-        if not known.is_done(exact=exact):
+            ends.refute_in_any_order(record.bound - 1, record.op, 1, clock)
+        if not record.is_done(exact=exact):
             ends.run_in_any_order(clock.share(SHARE_OF_ANY_ORDER))
         # Drop what the plans need not run again, and see what their peaks are.
         if ends.wasteful:
-            known.R = as_matrix(drop_runs(problem, known.peak, as_stages(known.R), clock))
-            known.peak = peak_of(problem, known.R)
-        if known.runs is not None and known.peak_of_runs < known.peak:
-            known.runs = drop_runs(problem, known.peak_of_runs, known.runs, clock)
-            known.peak_of_runs = simulator.simulate(simulator.lower_runs(problem, known.runs), problem).peak
-        log.info("smallest budget: %s, after %.1f s", MinBudget(known.best, known.least), clock.elapsed)
-    return known
+            record.R = as_matrix(drop_runs(problem, record.peak, as_stages(record.R), clock))
+            record.peak = peak_of(problem, record.R)
+        if record.runs is not None and record.peak_of_runs < record.peak:
+            record.runs = drop_runs(problem, record.peak_of_runs, record.runs, clock)
+            record.peak_of_runs = simulator.simulate(simulator.lower_runs(problem, record.runs), problem).peak
+        log.info("smallest budget: %s, after %.1f s", MinBudget(record.best, record.least), clock.elapsed)
+    return record
 
 
 class _Ends:
     """Both ends of the smallest budget, drawn together until they meet or time is over: schedules, then all plans."""
 
-    def __init__(self, problem: Problem, known: _Known, clock: Clock, *, exact: bool) -> None:
-        self.problem, self.known, self.clock, self.exact = problem, known, clock, exact
-        grain = -1 if exact else grain_of(problem, int(GRAIN * known.bound))
+    def __init__(self, problem: Problem, record: _Known, clock: Clock, *, exact: bool) -> None:
+        self.problem, self.known, self.clock, self.exact = problem, record, clock, exact
+        grain = -1 if exact else grain_of(problem, int(GRAIN * record.bound))
         self.grain = max(0, grain)
         self.sets = ValueSets(problem, grain=self.grain)
         self.once = self.sets  # or those of a step in which ops under a limit of runs run once
@@ -384,30 +384,30 @@ class _Ends:
 
     def close(self) -> None:
         """Search for plans and refutations with growing widths."""
-        known = self.known
+        record = self.known
         if self.exact:
             before = -1
-            while before < known.bound < known.peak:
-                before = known.bound
+            while before < record.bound < record.peak:
+                before = record.bound
                 self._plan(before, WIDE_ENOUGH)
-            if known.bound == known.peak:
+            if record.bound == record.peak:
                 return
         if self.homes:  # shorter searches than all others
             self._refute(WIDTHS[0])
             self._make_twice(WIDTH_TWICE)
-        if self._plan(known.bound, WIDTHS[0]) and not known.is_close:
+        if self._plan(record.bound, WIDTHS[0]) and not record.is_close:
             self._evict(GRID[:1])
             if self.problem.limits.max_runs:  # searches know not how often an op has run; passes do
                 self._evict(GRID)
         for width in WIDTHS:
-            if not known.is_close:
+            if not record.is_close:
                 self._refute(width)
             if width > WIDTH_TWICE:
                 self._make_twice(width)
             # Look for a plan at the bound itself, then from there up to the best known. Which states are pursued is a
             # matter of luck, and more room may be bad luck: so all is tried, the least first.
-            low, room = known.bound, known.peak - self.small - known.bound
-            for share in SHARES if room > 0 and not known.is_close else ():
+            low, room = record.bound, record.peak - self.small - record.bound
+            for share in SHARES if room > 0 and not record.is_close else ():
                 if not self._plan(low + int(share * room), width):
                     break
 
@@ -433,11 +433,11 @@ class _Ends:
 
     def run_in_any_order(self, clock: Clock) -> None:
         """Draw the ends of all plans together by bisection, until neither a plan nor a proof is found."""
-        known = self.known
+        record = self.known
         far, states, close = ANY, MOST_STATES, 0
         if not self.exact:
-            far, states, close = far_enough(self.sets), MOST_STATES_OF_PLAN, int(CLOSE * known.peak)
-        low, high = known.least, known.best - self.small
+            far, states, close = far_enough(self.sets), MOST_STATES_OF_PLAN, int(CLOSE * record.peak)
+        low, high = record.least, record.best - self.small
         budget = low
         while high - low > close and not clock.is_over:
             search = AnyOrder(self.sets, budget, clock, far, states)
@@ -445,14 +445,14 @@ class _Ends:
             times = Counter(chain.from_iterable(runs or ()))
             if runs is not None and all(times[k] <= most for k, most in self.problem.limits.max_runs.items()):
                 # The plan's peak is simulated once runs are dropped.
-                known.runs, known.peak_of_runs = runs, max(budget + self.small, known.least)
+                record.runs, record.peak_of_runs = runs, max(budget + self.small, record.least)
                 high = budget
             elif runs is None and (search.complete or self.refute_in_any_order(budget, search.reached, NEAR, clock)):
-                known.least = low = max(known.least, min(search.least, known.best) if search.complete else 0)
+                record.least = low = max(record.least, min(search.least, record.best) if search.complete else 0)
             else:
                 break
             budget = (low + high) // 2
-        known.bound = max(known.bound, known.least)
+        record.bound = max(record.bound, record.least)
 
     def refute_in_any_order(self, budget: int, at: int, near: int, clock: Clock) -> bool:
         """Raise the bound of all plans if none fits a budget, as proven at a stage or near it; tell whether."""
@@ -471,8 +471,8 @@ class _Ends:
         tables, low, clock = Tables.of(self.problem), self.known.bound, self.clock.share(SHARE_OF_EVICTION)
         while self.known.peak - low > CLOSE_PASSES * low:
             middle = (low + self.known.peak) // 2
-            tried = (run_pass(tables, middle, weights) for weights in kinds)
-            stages = next((found for found in tried if not isinstance(found, DeadEnd)), None)
+            passes = (run_pass(tables, middle, weights) for weights in kinds)
+            stages = next((result for result in passes if not isinstance(result, DeadEnd)), None)
             if stages is None:
                 low = middle
             else:
@@ -483,22 +483,22 @@ class _Ends:
 
     def _refute(self, width: int) -> None:
         """Raise the bound stage by stage, beginning where most bytes are needed."""
-        sets, known = self.sets, self.known
+        sets, record = self.sets, self.known
         clock = self.clock.share(SHARE_OF_PROOFS)
         near = dict.fromkeys(t + i for i in range(NEAR) for t in sorted(self.stuck) if t + i < sets.T)
         with contextlib.suppress(OutOfTime):
             for t in dict.fromkeys([*near, *sorted(range(sets.T), key=lambda t: -sets.at(t, t, 0))]):
                 wide = min(WIDE_ENOUGH // 2, NEAR_WIDER * width) if t in near else width
-                high, budget = known.peak, known.bound
-                while budget < high and not known.is_close:
+                high, budget = record.peak, record.bound
+                while budget < high and not record.is_close:
                     proven = refute(sets, budget, t, width=wide, clock=clock)
                     if proven is not None:
-                        known.bound, known.op = min(proven, known.peak), t
-                    elif budget == known.bound:
+                        record.bound, record.op = min(proven, record.peak), t
+                    elif budget == record.bound:
                         break
                     else:
                         high = budget
-                    budget = known.bound if high - known.bound <= CLOSE_PROOFS * high else (known.bound + high) // 2
+                    budget = record.bound if high - record.bound <= CLOSE_PROOFS * high else (record.bound + high) // 2
 
     def _make_twice(self, width: int) -> None:
         """Lower the peak by plans whose kept and remade values are chosen beforehand."""
@@ -506,8 +506,8 @@ class _Ends:
         with contextlib.suppress(OutOfTime):
             while self.homes and self.known.peak - self.small - low > CLOSE * low:
                 budget = (low + self.known.peak - self.small) // 2
-                found = (find_plan(self.sets, budget, width=width, clock=clock, homes=homes)[0] for homes in self.homes)
-                R = next((R for R in found if R is not None and obeys_limits(self.problem, R)), None)
+                plans = (find_plan(self.sets, budget, width=width, clock=clock, homes=homes)[0] for homes in self.homes)
+                R = next((R for R in plans if R is not None and obeys_limits(self.problem, R)), None)
                 if R is None:
                     low = budget
                 else:

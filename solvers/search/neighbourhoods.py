@@ -90,9 +90,9 @@ def _best_around(task: Task, R: np.ndarray, levels: int, patience: float) -> tup
     solved = answer.outcome is not SolveStatus.STOPPED
     if answer.x is None:
         return R, solved
-    found = without_useless(problem.graph, near.runs(answer.x))
-    better = cost_of(problem, found) < cost_of(problem, R)
-    return (found if better and fits(problem, budget, found) else R), solved
+    schedule = without_useless(problem.graph, near.runs(answer.x))
+    better = cost_of(problem, schedule) < cost_of(problem, R)
+    return (schedule if better and fits(problem, budget, schedule) else R), solved
 
 
 def places_around(problem: Problem, R: np.ndarray, levels: int) -> np.ndarray:
@@ -154,20 +154,19 @@ def build(problem: Problem, budget: int, R: np.ndarray, free: np.ndarray) -> Nea
             line.keep(v, touches)
         else:
             line.stay(v, touches)
-    # The other columns, and the rows.
     keeps = model.variables((len(line.upper),), upper=np.array(line.upper), name="KEEP")
     assert not len(keeps) or keeps[0] == len(line.ops)
-    run, kept = _columns(line.depend, 2)
-    model.constrain("depend", [(run, 1.0), (kept, -1.0)], upper=0.0)
-    kept, before, makes = _columns(line.kept, 3)
-    model.constrain("keep", [(kept, 1.0), (before, -1.0), (makes, -1.0)], upper=0.0)
+    run, keep = _columns(line.depend, 2)
+    model.constrain("depend", [(run, 1.0), (keep, -1.0)], upper=0.0)
+    keep, before, makes = _columns(line.kept, 3)
+    model.constrain("keep", [(keep, 1.0), (before, -1.0), (makes, -1.0)], upper=0.0)
     run, before = _columns(line.once, 2)
     model.constrain("keep one copy", [(run, 1.0), (before, 1.0)], upper=1.0)
-    written, kept, saved = _columns(line.over, 3)
+    written, keep, saved = _columns(line.over, 3)
     OVER = model.variables((len(written),), name="OVER")
-    model.constrain("write over what goes", [(OVER, 1.0), (kept, 1.0)], upper=1.0)
-    runs, of = np.unique(written, return_inverse=True)
-    terms = [(of, OVER, 1.0), (np.arange(len(runs)), runs, -1.0)]
+    model.constrain("write over what goes", [(OVER, 1.0), (keep, 1.0)], upper=1.0)
+    runs, row = np.unique(written, return_inverse=True)
+    terms = [(row, OVER, 1.0), (np.arange(len(runs)), runs, -1.0)]
     model.constrain_sparse("write over one", len(runs), terms, upper=0.0)
     first, after, column, size = _columns(line.through, 4)
     stages = np.arange(len(line.begins) - 1)
@@ -177,8 +176,8 @@ def build(problem: Problem, budget: int, R: np.ndarray, free: np.ndarray) -> Nea
     model.constrain_sparse("through a stage", len(stages), terms, lower=0.0, upper=0.0)
     place, column, size = _columns(line.at, 3)
     room = budget - tables.resident - line.fixed_at - line.fixed_through[stage]
-    there = np.arange(len(room)), through[stage], 1.0
-    terms = [(place, column, size / unit), (written, OVER, -saved / unit), there]
+    through_stage = np.arange(len(room)), through[stage], 1.0
+    terms = [(place, column, size / unit), (written, OVER, -saved / unit), through_stage]
     model.constrain_sparse("fit", len(room), terms, upper=room / unit)
     equations.run_at_most(model, columns, problem)
     return Near(model, columns)
@@ -231,27 +230,27 @@ class _Line:
         before = NONE
         following: list[tuple[int, bool] | None] = [*touches[1:], None]
         for (p, makes), after in zip(touches, following, strict=True):
-            kept = NONE if after is None else len(self.ops) + len(self.upper)
+            column = NONE if after is None else len(self.ops) + len(self.upper)
             if after is not None:
                 gone = v in self.tables.recomputed and p <= self.forward_ends < after[0]
                 made_anyway = after[1] and not self.open[after[0]]
                 self.upper.append(0.0 if gone or made_anyway else 1.0)
-                self.kept.append((kept, before, p if makes else NONE))
-                self._cover(kept, self.tables.size[v], p, after[0])
+                self.kept.append((column, before, p if makes else NONE))
+                self._cover(column, self.tables.size[v], p, after[0])
             if makes:
                 self._count(p, p if self.open[p] else NONE, self.tables.size[v])
                 if self.open[p] and before != NONE:
                     self.once.append((p, before))
             else:
                 self.depend.append((p, before))
-                self._write_over(v, p, kept)
-            before = kept
+                self._write_over(v, p, column)
+            before = column
 
-    def _write_over(self, v: int, p: int, kept: int) -> None:
+    def _write_over(self, v: int, p: int, column: int) -> None:
         """Let the op at p write over v, if v does not stay."""
         saved = dict(self.tables.savings[self.ops[p]]).get(v)
         if saved:
-            self.over.append((p, kept, saved))
+            self.over.append((p, column, saved))
 
     def _count(self, p: int, column: int, size: int) -> None:
         if column == NONE:
@@ -260,7 +259,7 @@ class _Line:
             self.at.append((p, column, size))
 
     def _cover(self, column: int, size: int, after: int, last: int) -> None:
-        """Add bytes at all places after one up to another."""
+        """Add bytes at all places behind ``after``, up to ``last``."""
         if not size or last <= after:
             return
         first, final = self.stages[after + 1], self.stages[last]

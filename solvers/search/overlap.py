@@ -66,8 +66,8 @@ def overlap(task: Task, incumbent: Incumbent, recompute: Solver, *, proves: bool
         share = (low + high) / 2
         search.attempt(share)
     for room in ROOMS if proves else ():
-        for one in dict.fromkeys((share, *SHARES)):
-            search.attempt(one, room)
+        for candidate in dict.fromkeys((share, *SHARES)):
+            search.attempt(candidate, room)
     return remarks
 
 
@@ -78,8 +78,8 @@ class _Search:
         self.task, self.incumbent, self.recompute = task, incumbent, recompute
         problem, links = task.problem, task.problem.graph.links
         self.busiest = max(links, key=lambda name: float(problem.seconds[[*links[name]]].sum()))
-        made = [int(problem.sizes[[*problem.graph.ops[k].outputs]].sum()) for ops in links.values() for k in ops]
-        largest = np.sort(made)[::-1]  # the usual size: half of all bytes are in larger ones
+        carried = [int(problem.sizes[[*problem.graph.ops[k].outputs]].sum()) for ops in links.values() for k in ops]
+        largest = np.sort(carried)[::-1]  # the usual size: half of all bytes are in larger ones
         self.usual = int(largest[np.searchsorted(2 * largest.cumsum(), largest.sum())])
         self.exposed = Exposed.of(problem)
         self.balance = 0.0  # seconds of the busiest link beyond the processor's, in the last plan
@@ -126,9 +126,9 @@ def _of(inner: Incumbent, problem: Problem) -> Plan:
 class Exposed:
     """A lower bound for every plan, from ops that wait for one another and first run in PyTorch's order.
 
-    What a link carries first begins after the last of the processor's ops that it is made from, and ends before the
-    first one that reads it. So all that it carries within a stretch of the step, [from, to), takes that long at least,
-    whatever runs there beside it. Of stretches that do not overlap
+    The first run of an op on a link begins after the last of the processor's ops that it is made from, and ends before
+    the first one that reads it. So a stretch of the step, [from, to), takes at least as long as all that a link carries
+    within, whatever runs there beside it. Of stretches that do not overlap
 
         seconds >= sum over the processor's ops C_k + sum over stretches (what a link carries within - sum of C_k there)
     """
@@ -146,8 +146,8 @@ class Exposed:
         """
         graph, seconds = problem.graph, problem.seconds
         of_links = [[*ops] for ops in graph.links.values()]
-        here = np.array([0.0 if op.link else seconds[k] for k, op in enumerate(graph.ops)])
-        own = np.flatnonzero(here)
+        cost = np.array([0.0 if op.link else seconds[k] for k, op in enumerate(graph.ops)])
+        own = np.flatnonzero(cost)
         if not own.size:
             return cls(problem.least_cost, 0.0)
         begin, end = _between(graph)
@@ -157,8 +157,8 @@ class Exposed:
         reading = [
             seconds[k] if op.link else 0.0 for k, op in enumerate(graph.ops) if reads[k] and (op.link or k > own[-1])
         ]
-        waits = _waits(begin, end, np.concatenate([[0.0], here.cumsum()]), [(ops, seconds[ops]) for ops in of_links])
-        return cls(float(here.sum() + waits), float(first + min([last, *reading])))
+        waits = _waits(begin, end, np.concatenate([[0.0], cost.cumsum()]), [(ops, seconds[ops]) for ops in of_links])
+        return cls(float(cost.sum() + waits), float(first + min([last, *reading])))
 
 
 def _between(graph: Graph) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -225,17 +225,17 @@ def place_starts(problem: Problem, budget: int, plan: Plan) -> Plan:
     let_go = [int(problem.sizes[step.value]) if isinstance(step, Free) else 0 for step in plan.steps]
     at_hand = [event.device_bytes for event in walk(plan, problem)]
     live = np.array(at_hand, dtype=np.int64) + let_go  # before a value goes
-    here = ((step, i not in moves) for i, step in enumerate(plan.steps))
-    seconds = [float(problem.seconds[step.op]) if isinstance(step, Run) and own else 0.0 for step, own in here]
+    steps = ((step, i not in moves) for i, step in enumerate(plan.steps))
+    seconds = [float(problem.seconds[step.op]) if isinstance(step, Run) and own else 0.0 for step, own in steps]
     reached = np.cumsum([0.0, *seconds]).tolist()  # by each step, and by the end, if nothing was waited for
     best, least = plan, timing(plan, problem).seconds
     for _ in range(ROUNDS if moves else 0):
         placed, position = _placed(plan, moves, budget, live.copy(), reached)
-        when = timing(placed, problem)
-        if when.seconds >= least * (1 - 1e-9):
+        times = timing(placed, problem)
+        if times.seconds >= least * (1 - 1e-9):
             break
-        best, least = placed, when.seconds
-        reached = [(*when.at, when.seconds)[i] for i in position]
+        best, least = placed, times.seconds
+        reached = [(*times.at, times.seconds)[i] for i in position]
     return best
 
 
@@ -257,19 +257,19 @@ class Move:
 def _moves(problem: Problem, plan: Plan) -> Iterator[Move]:
     """The ops that may start earlier or be waited for later, in the order of the plan."""
     graph, sizes, steps = problem.graph, problem.sizes.tolist(), plan.steps
-    here = dict[int, bool]()  # values that were made: whether they are at hand
-    gone = [0] * len(graph.values)  # per value, the position after the step that freed it
+    at_hand = dict[int, bool]()  # values that were made: whether they are at hand
+    freed_at = [0] * len(graph.values)  # per value, the position after the step that freed it
     for i, step in enumerate(steps):
         if isinstance(step, Free):
-            here[step.value], gone[step.value] = False, i + 1
+            at_hand[step.value], freed_at[step.value] = False, i + 1
             continue
         assert isinstance(step, Run)
         op = graph.ops[step.op]
-        if op.link and step.over is None and not any(here.get(v) for v in op.outputs):
+        if op.link and step.over is None and not any(at_hand.get(v) for v in op.outputs):
             # How early it may start, and by when it must have ended, within its half of the step.
             half, end = (0, plan.boundary) if i < plan.boundary else (plan.boundary, len(steps))
             free_to_start = all(graph.values[v].producer is None for v in op.inputs)
-            first = max([half, *(gone[v] for v in op.outputs)]) if free_to_start else i
+            first = max([half, *(freed_at[v] for v in op.outputs)]) if free_to_start else i
             last = next((j for j in range(i + 1, end) if _ends(problem, steps[j], step.op)), end)
             # The bytes that it holds until then.
             going = [(j, free.value) for j, free in enumerate(steps[i + 1 : last], i + 1) if isinstance(free, Free)]
@@ -277,9 +277,9 @@ def _moves(problem: Problem, plan: Plan) -> Iterator[Move]:
             workspace = int(problem.workspace[step.op])
             makes, seconds = workspace + sum(sizes[v] for v in op.outputs), float(problem.seconds[step.op])
             yield Move(step.op, op.link, i, first, last, frees, makes, workspace, seconds)
-        here.update(dict.fromkeys(op.outputs, True))
+        at_hand.update(dict.fromkeys(op.outputs, True))
         if step.over is not None:
-            here[step.over], gone[step.over] = False, i + 1
+            at_hand[step.over], freed_at[step.over] = False, i + 1
 
 
 def _ends(problem: Problem, step: Step, k: int) -> bool:
@@ -319,9 +319,9 @@ def _placed(
     busy = dict.fromkeys(busy, float("inf"))
     for move in reversed(moves.values()):
         busy[move.link] = min(busy[move.link], reached[waits[move.at]]) - move.seconds
-        wanted = min(move.at, max(move.first, bisect_right(reached, busy[move.link]) - 1))
-        full = np.flatnonzero(live[wanted : move.at] + move.makes > budget)
-        starts[move.at] = wanted + int(full[-1]) + 1 if len(full) else wanted
+        target = min(move.at, max(move.first, bisect_right(reached, busy[move.link]) - 1))
+        full = np.flatnonzero(live[target : move.at] + move.makes > budget)
+        starts[move.at] = target + int(full[-1]) + 1 if len(full) else target
         live[starts[move.at] : move.at] += move.makes
     # Put them before the steps of the plan, with what now goes later.
     until: dict[int, int] = {}  # position of a step that lets go of something -> that where it does so now

@@ -68,9 +68,9 @@ def pack(
     Packing(offsets=(0, 64, 0), impossible=False, nodes=2)
     """
     deadline = time.perf_counter() + time_limit
-    kept = [i for i, (born, died, size) in enumerate(blocks) if died > born and size > 0]
-    unit = math.gcd(*(blocks[i][2] for i in kept)) or 1
-    small = [(*blocks[i][:2], blocks[i][2] // unit) for i in kept]
+    indices = [i for i, (born, died, size) in enumerate(blocks) if died > born and size > 0]
+    unit = math.gcd(*(blocks[i][2] for i in indices)) or 1
+    small = [(*blocks[i][:2], blocks[i][2] // unit) for i in indices]
     rng = random.Random(seed)
     nodes, attempt, proof = 0, 0, float(NODES + 2 * len(small))
     while True:
@@ -88,11 +88,11 @@ def pack(
             packing = fill(contracted, capacity // unit, node_limit=limit, deadline=deadline, seed=order)
             nodes += packing.nodes
             if packing.offsets is not None:
-                found = [0] * len(blocks)
+                offsets = [0] * len(blocks)
                 for part, bottom in zip(parts, packing.offsets, strict=True):
                     for i, offset in part.places:
-                        found[kept[i]] = (bottom + offset) * unit
-                return Packing(tuple(found), impossible=False, nodes=nodes)
+                        offsets[indices[i]] = (bottom + offset) * unit
+                return Packing(tuple(offsets), impossible=False, nodes=nodes)
             if packing.impossible and len(parts) == len(small):
                 return Packing(None, impossible=True, nodes=nodes)
             if nodes >= node_limit or time.perf_counter() > deadline:
@@ -197,10 +197,10 @@ def fill(
     path: list[_Choice] = []
     nodes = 0
     while arena.left:
-        found = arena.scan()
-        if isinstance(found, _Valley):
-            path.append(arena.choice(found))
-        elif not _go_back(arena, path, found):
+        outcome = arena.scan()
+        if isinstance(outcome, _Valley):
+            path.append(arena.choice(outcome))
+        elif not _go_back(arena, path, outcome):
             return Packing(None, impossible=True, nodes=nodes)
         if nodes >= node_limit or (nodes % CLOCK == 0 and time.perf_counter() > deadline):
             return Packing(None, impossible=False, nodes=nodes)

@@ -76,13 +76,13 @@ class ValueSets:
         # stays until its last use; what others made need not stay, -1.
         self.savings: list[list[tuple[int, int, int]]] = []
         for ways in tables.savings:
-            found = []
+            entries = []
             for v, saved in ways:
                 less = saved if v in self.bit else saved - tables.size[v]
                 until = tables.users[v][-1] if tables.pinned[tables.producer[v]] else -1
                 if less > 0:
-                    found.append((self.bit.get(v, 0), less, until))
-            self.savings.append(sorted(found, key=lambda saving: -saving[1]))
+                    entries.append((self.bit.get(v, 0), less, until))
+            self.savings.append(sorted(entries, key=lambda saving: -saving[1]))
         self.has_savings = any(self.savings)
         self.below = [*accumulate(self.outputs, or_, initial=0)]  # per op, the values made before it
         self.gone = self._set(tables.recomputed)  # not at hand when the backward begins
@@ -111,14 +111,14 @@ class ValueSets:
 
     def bytes_of(self, values: int) -> int:
         """Bytes of a set of values."""
-        known = self._sums.get(values)
-        if known is None:
+        total = self._sums.get(values)
+        if total is None:
             eights = np.frombuffer(values.to_bytes(len(self._eights), "little"), dtype=np.uint8)
-            known = int(self._eights[self._rows, eights].sum())
+            total = int(self._eights[self._rows, eights].sum())
             if len(self._sums) > MOST_SUMS:
                 self._sums.clear()
-            self._sums[values] = known
-        return known
+            self._sums[values] = total
+        return total
 
     def at(self, t: int, k: int, needed: int) -> int:
         """A lower bound of the bytes while op k runs in stage t, if ``needed`` is in memory after it."""
@@ -131,8 +131,8 @@ class ValueSets:
 
         What has no bit is taken to go in any case.
         """
-        for one, saved, until in self.savings[k]:
-            if not one & needed and until < t + (k == t):
+        for bit, saved, until in self.savings[k]:
+            if not bit & needed and until < t + (k == t):
                 return saved
         return 0
 
@@ -148,18 +148,18 @@ class ValueSets:
     def from_scratch(self, t: int, values: int) -> RebuildCost:
         """The cost of making these free values in stage t from values that are not free, all their ops anew."""
         free = self.free[t]
-        known = self._scratch[free]
+        cache = self._scratch[free]
         chain: list[tuple[int, int, int]] = []
-        while values not in known:
+        while values not in cache:
             k = self.producer[values.bit_length() - 1]
             peak = self.bytes_of(values | (self.inputs[k] & free) | self.outputs[k]) + self.working[k]
-            peak -= next((saved for one, saved, _ in self.savings[k] if one & free & ~values), 0)
+            peak -= next((saved for bit, saved, _ in self.savings[k] if bit & free & ~values), 0)
             chain.append((values, peak, self.inputs[k] & ~free))
             values = self.before(k, values) & free
-        scratch = known[values]
+        scratch = cache[values]
         for values, peak, pinned in reversed(chain):
             scratch = RebuildCost(max(scratch.peak, peak), scratch.pinned | pinned)
-            known[values] = scratch
+            cache[values] = scratch
         return scratch
 
     def before(self, k: int, needed: int) -> int:
@@ -187,8 +187,8 @@ def _debts(sets: ValueSets) -> list[list[MandatoryBytes]]:
     the widest one takes its place.
     """
     tables = sets.tables
-    left = list(tables.size)  # per value: bytes that no path owes
-    found: list[list[MandatoryBytes]] = [[] for _ in range(sets.T)]
+    spare = list(tables.size)  # per value: bytes that no path owes
+    debts: list[list[MandatoryBytes]] = [[] for _ in range(sets.T)]
     ending: list[list[tuple[tuple[int, ...], int]]] = [[] for _ in range(sets.T)]  # paths from a source, and bytes
     closed: dict[int, list[int]] = {}  # per stage, the values that are not made again after it
     for k, until in enumerate(tables.last_stage):
@@ -197,28 +197,28 @@ def _debts(sets: ValueSets) -> list[list[MandatoryBytes]]:
         # Paths that ended free their bytes.
         for path, least in ending[t - 1]:
             for v in path:
-                left[v] += least
+                spare[v] += least
         begun = (path[0] for path, _ in ending[t - 1])
         for source in dict.fromkeys([*begun, *(v for v in closed.get(t - 1, ()) if v in sets.bit)]):
             # New ones begin where they ended, and at values that close here.
-            while path := _widest(sets, source, t, left):
-                least, end = min(left[v] for v in path), tables.users[path[-1]][-1]
+            while path := _widest(sets, source, t, spare):
+                least, end = min(spare[v] for v in path), tables.users[path[-1]][-1]
                 for v in path:
-                    left[v] -= least
+                    spare[v] -= least
                 ending[end].append((path, least))
                 debt = MandatoryBytes(sum(sets.bit[v] for v in path), least)
                 for stage in range(t, end + 1):
-                    found[stage].append(debt)
-    return found
+                    debts[stage].append(debt)
+    return debts
 
 
-def _widest(sets: ValueSets, source: int, t: int, left: list[int]) -> tuple[int, ...]:
+def _widest(sets: ValueSets, source: int, t: int, spare: list[int]) -> tuple[int, ...]:
     """The path from a value to a reader in stage t or later on which most bytes are left; () if there is none."""
     tables = sets.tables
     seen = {source}
     border: list[tuple[int, int, tuple[int, ...]]] = []  # bytes and last use, negated, of a path
-    if left[source] > 0:
-        border.append((-left[source], -tables.users[source][-1], (source,)))
+    if spare[source] > 0:
+        border.append((-spare[source], -tables.users[source][-1], (source,)))
     for _ in range(MOST_PATHS):
         if not border:
             break
@@ -227,7 +227,7 @@ def _widest(sets: ValueSets, source: int, t: int, left: list[int]) -> tuple[int,
             return path
         for k in tables.users[path[-1]]:
             for w in tables.outputs[k]:
-                if w not in seen and left[w] > 0 and sets.bit.get(w, 0) & sets.free[0]:
+                if w not in seen and spare[w] > 0 and sets.bit.get(w, 0) & sets.free[0]:
                     seen.add(w)
-                    heapq.heappush(border, (max(wide, -left[w]), -tables.users[w][-1], (*path, w)))
+                    heapq.heappush(border, (max(wide, -spare[w]), -tables.users[w][-1], (*path, w)))
     return ()

@@ -144,7 +144,7 @@ def _compile_elsewhere(folder: str, key: Key, ops: fx.GraphModule, like: Sequenc
 
 
 def _compile(key: Key, ops: fx.GraphModule, like: Sequence[Like], threads: int) -> Boxed:
-    settings = {**_SETTINGS, "cpp.threads": threads}  # which is of Inductor's key of what is on disk
+    settings = {**_SETTINGS, "cpp.threads": threads}  # a part of Inductor's key of kernels on disk
     with outside_tracing(), tracing(None), torch.no_grad(), inductor.inductor_config.patch(settings):
         # Trace it in the ops that Inductor knows, on tensors without data.
         with FakeTensorMode() as mode:

@@ -30,12 +30,13 @@ def cut(groups: Iterable[list[fx.Node]], most: int, *, behind_large: bool) -> li
     ``behind_large``: also behind each large result, as is worth it in a forward.
     """
     groups = [part for members in groups for part in (_behind_large(members) if behind_large else [members])]
-    groups = [part for members in groups for some in _within(members, most) for part in _connected(some)]
+    pieces = [piece for members in groups for piece in _within(members, most)]
+    groups = [in_order(part) for piece in pieces for part in nx.weakly_connected_components(_reads(piece))]
     return [members for members in groups if len(members) > 1]
 
 
 def limit(ops: Iterable[fx.Node]) -> int:
-    """The bytes that a group may hold at once: a third more than any op, as written over an argument it holds less."""
+    """The bytes that a group may hold at once: a third more than any op, since a group may write over an argument."""
     return max((_held([op]) for op in ops), default=0) * 4 // 3
 
 
@@ -68,11 +69,11 @@ def _partition(ops: Iterable[fx.Node], is_member: Callable[[fx.Node], bool]) -> 
 
 
 def _behind_large(members: list[fx.Node]) -> Iterator[list[fx.Node]]:
-    """Cut a group behind each large result that it goes on to read itself, but where the cut costs as much again."""
+    """Cut a group behind each large result that it reads itself, unless other values across the cut are large, too."""
     faces = read_from(members)
     least = max(map(nbytes, faces), default=0)
     for face in [face for face in faces if nbytes(face) * LARGE >= least][:-1]:
-        before = _needed_within(members, maker(face))
+        before = {maker(face), *nx.ancestors(_reads(members), maker(face))}
         behind = [node for node in members if node not in before]
         crossing = {viewed(a) for node in behind for a in node.all_input_nodes if maker(a) in before}
         if face in crossing and all(a in faces or nbytes(a) * 2 * LARGE <= nbytes(face) for a in crossing):
@@ -80,12 +81,6 @@ def _behind_large(members: list[fx.Node]) -> Iterator[list[fx.Node]]:
             yield from _behind_large(behind)
             return
     yield members
-
-
-def _needed_within(members: Iterable[fx.Node], node: fx.Node) -> set[fx.Node]:
-    """A member, and the members that it is computed from."""
-    graph = _reads(members)
-    return {node, *nx.ancestors(graph, node)}
 
 
 def _within(members: list[fx.Node], most: int) -> Iterator[list[fx.Node]]:
@@ -110,11 +105,6 @@ def _held(members: list[fx.Node]) -> int:
     inside = set(members)
     read = {viewed(a) for node in members for a in node.all_input_nodes if maker(a) not in inside}
     return sum(nbytes(a) for a in read if a.op == "call_function") + sum(map(nbytes, read_from(members)))
-
-
-def _connected(members: list[fx.Node]) -> list[list[fx.Node]]:
-    """The parts of a group that read one another."""
-    return [in_order(part) for part in nx.weakly_connected_components(_reads(members))]
 
 
 def _reads(members: Iterable[fx.Node]) -> nx.DiGraph[fx.Node]:

@@ -179,12 +179,12 @@ def _take_apart(graph: fx.Graph) -> tuple[str, tuple[int, ...]]:
         return names[arg] if isinstance(arg, fx.Node) else arg
 
     for node in graph.nodes:
-        made = tensors(node.meta.get("val"))
+        values = tensors(node.meta.get("val"))
         if node.op == "placeholder":
-            numbers += [n for t in made for n in (*t.shape, *t.stride())]
+            numbers += [n for t in values for n in (*t.shape, *t.stride())]
         args = fx.node.map_aggregate((node.args, node.kwargs), take)
         target = node.target if node.op == "call_function" else ""
-        lines.append(f"{names[node]} {target} {args!r} {[(t.dtype, t.dim(), t.device) for t in made]}")
+        lines.append(f"{names[node]} {target} {args!r} {[(t.dtype, t.dim(), t.device) for t in values]}")
     results = tensors([node.meta["val"] for node in graph.output_node().all_input_nodes])
     numbers += [n for t in results for n in (*t.shape, *t.stride())]
     return _digest(*lines), tuple(numbers)
@@ -195,7 +195,7 @@ def _digest(*lines: str) -> str:
 
 
 def _read_again(members: Sequence[fx.Node]) -> int:
-    """Bytes of arguments that a group's reductions over other dimensions than the first one's read again.
+    """Bytes of arguments that a group reads again, for reductions over other dimensions than those of the first.
 
     A norm's backward sums along rows and along columns; one pass over memory cannot do both.
     """

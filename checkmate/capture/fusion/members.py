@@ -29,7 +29,7 @@ _REDUCTIONS = {
     )
     if hasattr(aten, op)
 }
-_MOVES = {  # make an element of another one of their argument
+_MOVES = {  # make an element of one at another place in their argument
     *(aten.cat.default, aten.stack.default, aten.repeat.default, aten.roll.default, aten.flip.default),
     *(aten.slice_backward.default, aten.select_backward.default, aten.constant_pad_nd.default),
 }

@@ -4,9 +4,8 @@ At each size a step is read as a graph of fixed sizes, and so are its groups. Of
 numbers only: of shapes and strides, and among the arguments of views and constants. A group that is met at one size is
 compiled for it; at a second one, each number that differs is written as a term of the open sizes, such as
 ``4 * n`` or ``n - 1``, and the kernel is compiled with symbols in place of these sizes. At any other one the terms say
-whether it is the kernel of the group there: they have to give its numbers, one and all. So a term that two sizes
-suggest, and that a third one does not bear out, costs another kernel and no bit. What Inductor has assumed of the
-symbols has to hold there too.
+whether it is the kernel of the group there: they have to give all of its numbers. So a term that fits two sizes and not
+a third costs one more kernel, and changes no bit. What Inductor has assumed of the symbols has to hold there too.
 
 A kernel that gives other bits than its ops, or cannot be compiled so, is none: its ops run one by one.
 """
@@ -130,8 +129,8 @@ class OpenKernel:
         def copy(arg: Any) -> Any:
             if isinstance(arg, fx.Node):
                 return copies[arg]
-            made = next(terms)(inputs) if type(arg) is int else arg
-            return made.node if isinstance(made, fx.Proxy) else made
+            value = next(terms)(inputs) if type(arg) is int else arg
+            return value.node if isinstance(value, fx.Proxy) else value
 
         with outside_tracing(), FakeTensorMode(shape_env=env):
             for node in alone(self.like.ops, over).graph.nodes:
@@ -169,27 +168,27 @@ def may_run(kernel: Kernel, sizes: Sizes, *, anew: bool) -> bool:
     if is_known(kernel.key):
         return True
     candidates, met = _open.setdefault(kernel.pattern, []), _met.setdefault(kernel.pattern, {})
-    known = next((one for one in candidates if one.is_of(kernel, sizes)), None)
-    if known is None:
+    open_kernel = next((candidate for candidate in candidates if candidate.is_of(kernel, sizes)), None)
+    if open_kernel is None:
         if min(sizes) < 2 or len(candidates) == MOST:
             return False
-        for numbers, (then, is_good) in reversed(met.items()):
-            terms = [term(then, sizes, a, b) for a, b in zip(numbers, kernel.numbers, strict=True)]
-            if len(then) == len(sizes) and None not in terms:
-                known = OpenKernel(kernel, terms, sizes, None if is_good else False)  # type: ignore[arg-type]
-                candidates.append(known)
+        for numbers, (met_sizes, is_good) in reversed(met.items()):
+            terms = [term(met_sizes, sizes, a, b) for a, b in zip(numbers, kernel.numbers, strict=True)]
+            if len(met_sizes) == len(sizes) and None not in terms:
+                open_kernel = OpenKernel(kernel, terms, sizes, None if is_good else False)  # type: ignore[arg-type]
+                candidates.append(open_kernel)
                 break
         else:
-            return anew and all(then == sizes for then, _ in met.values())
-    if known.is_good is False:
+            return anew and all(met_sizes == sizes for met_sizes, _ in met.values())
+    if open_kernel.is_good is False:
         return False
     try:
-        known.at(sizes)
+        open_kernel.at(sizes)
     except RuntimeError:
-        known.is_good = False
+        open_kernel.is_good = False
         raise
-    bind(kernel.key, partial(known.at, sizes))
-    _bound_to[kernel.key] = known
+    bind(kernel.key, partial(open_kernel.at, sizes))
+    _bound_to[kernel.key] = open_kernel
     return True
 
 
@@ -200,11 +199,11 @@ def was_tried(kernel: Kernel) -> bool:
 
 def note(kernel: Kernel, sizes: Sizes, *, is_good: bool) -> None:
     """Note the result of a trial at these sizes."""
-    known = _bound_to.get(kernel.key)
-    if known is None:
+    open_kernel = _bound_to.get(kernel.key)
+    if open_kernel is None:
         _met.setdefault(kernel.pattern, {})[kernel.numbers] = sizes, is_good
-    elif known.is_good is None:
-        known.is_good = is_good
+    elif open_kernel.is_good is None:
+        open_kernel.is_good = is_good
 
 
 def _hold(guards: list[Any], symbols: list[Any], sizes: Sizes) -> bool:

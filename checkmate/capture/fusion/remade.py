@@ -25,7 +25,7 @@ Copies = dict[fx.Node, fx.Node]  # what they are copies of
 def to_make_again(
     forward: Sequence[Sequence[fx.Node]], backward: Iterable[fx.Node], is_member: Callable[[fx.Node], bool]
 ) -> set[fx.Node]:
-    """The forward ops that members of the backward which read their results make again, where that saves bytes.
+    """The forward ops that kernels of the backward, which read their results, make again where that saves bytes.
 
     Args:
         forward: the groups of the forward.
@@ -75,17 +75,17 @@ def make_again(backward: Iterable[fx.Node], is_member: Callable[[fx.Node], bool]
     """Insert copies of what is made again right before each member of the backward that reads it."""
     copies: Copies = {}
     for reader in [node for node in backward if is_member(node)]:
-        made = dict[fx.Node, fx.Node]()
+        copy_of = dict[fx.Node, fx.Node]()
 
-        def copy(node: fx.Node, reader: fx.Node = reader, made: dict[fx.Node, fx.Node] = made) -> fx.Node:
-            if node not in made and viewed(node) in remade:
+        def copy(node: fx.Node, reader: fx.Node = reader, copy_of: dict[fx.Node, fx.Node] = copy_of) -> fx.Node:
+            if node not in copy_of and viewed(node) in remade:
                 args, kwargs = fx.node.map_arg((node.args, node.kwargs), copy)
                 with reader.graph.inserting_before(reader):
-                    made[node] = call(node, node.target, args, kwargs=kwargs)  # type: ignore[arg-type]
-                made[node].meta["partitioner_tag"] = "is_backward"
+                    copy_of[node] = call(node, node.target, args, kwargs=kwargs)  # type: ignore[arg-type]
+                copy_of[node].meta["partitioner_tag"] = "is_backward"
                 if not is_part(node):
-                    copies[made[node]] = node
-            return made.get(node, node)
+                    copies[copy_of[node]] = node
+            return copy_of.get(node, node)
 
         for arg in reader.all_input_nodes:
             if copy(arg) is not arg:
@@ -94,6 +94,6 @@ def make_again(backward: Iterable[fx.Node], is_member: Callable[[fx.Node], bool]
 
 
 def drop(copies: Copies) -> None:
-    """Replace copies that are still read by what is kept."""
+    """Replace copies that are still read by their originals."""
     for node, original in copies.items():
         node.replace_all_uses_with(original)

@@ -47,16 +47,16 @@ def fuse(
         is_single = any(key in alone for key in storages(node))
         return not is_single and is_member(node, reductions=reductions) and step.pinned(node) is None
 
-    known: dict[str, Any] = {} if decided is None else decided
+    decisions: dict[str, Any] = {} if decided is None else decided
     nodes = [node.name for node in graph.nodes]
-    if known.setdefault("graph", nodes) != nodes:
-        known = {}
+    if decisions.setdefault("graph", nodes) != nodes:
+        decisions = {}
 
-    def once(what: str, decide: Callable[[], list[list[fx.Node]]]) -> list[list[fx.Node]]:
-        if what not in known:
-            known[what] = [[node.name for node in members] for members in decide()]
+    def once(stage: str, decide: Callable[[], list[list[fx.Node]]]) -> list[list[fx.Node]]:
+        if stage not in decisions:
+            decisions[stage] = [[node.name for node in members] for members in decide()]
         named = {node.name: node for node in graph.nodes}
-        return [[named[name] for name in members] for members in known[what]]
+        return [[named[name] for name in members] for members in decisions[stage]]
 
     # Find the groups.
     forward, backward = map(sorted, split_forward_backward(step))
@@ -95,7 +95,7 @@ def _replace(
     ahead: Callable[[Sequence[Kernel]], None],
     op_by_op: Collection[str],
 ) -> None:
-    """Put calls of groups' kernels in place of their ops; where kernels are not good, the same of halves of the groups.
+    """Put a call of its kernel in place of each group; where that is not good, try the halves of the group.
 
     ``ahead`` is told of all halves before one of them is tried.
     """
@@ -111,7 +111,7 @@ def _put(members: list[fx.Node], is_good: Callable[[fx.Node], bool], op_by_op: C
     graph, last = members[-1].graph, members[-1]
     with graph.inserting_after(last):
         call = graph.create_node("call_function", kernel, tuple(inputs), {}, kernel.name)
-    call.meta = {key: what for key, what in last.meta.items() if key not in ("tensor_meta", "val")}
+    call.meta = {key: value for key, value in last.meta.items() if key not in ("tensor_meta", "val")}
     call.meta["val"] = tuple(node.meta["val"] for node in results)
     is_kernel = bool(inputs) and is_good(call)  # one in the way has its trial, too: it may run at other sizes
     if not is_kernel or kernel.key in op_by_op:

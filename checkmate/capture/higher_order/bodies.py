@@ -49,8 +49,8 @@ def text_of(body: nn.Module, describe: Callable[[Any], Any]) -> str:
 
 def rows_of(node: fx.Node) -> int:
     """The number of runs of an op's graphs: one per row, or one."""
-    given: Any = node.args[_ROWS_IN[node.target.name()]] if node.target.name() in _ROWS_IN else ()  # type: ignore[union-attr]
-    return max([n.meta["val"].shape[0] for n in given], default=1)
+    inputs: Any = node.args[_ROWS_IN[node.target.name()]] if node.target.name() in _ROWS_IN else ()  # type: ignore[union-attr]
+    return max([n.meta["val"].shape[0] for n in inputs], default=1)
 
 
 _ROWS_IN = {"map_impl": 1, "scan": 2}  # position of the tensors whose rows they are
@@ -58,29 +58,29 @@ _ROWS_IN = {"map_impl": 1, "scan": 2}  # position of the tensors whose rows they
 
 def bytes_within(node: fx.Node) -> int:
     """Peak bytes within an op's graphs, without their results; for `map` with the rows before they are stacked."""
-    made = sum(t.untyped_storage().nbytes() for t in tensors(node.meta.get("val")))
-    stacked = made if node.target.name() == "map_impl" else 0  # type: ignore[union-attr]
+    result_bytes = sum(t.untyped_storage().nbytes() for t in tensors(node.meta.get("val")))
+    stacked = result_bytes if node.target.name() == "map_impl" else 0  # type: ignore[union-attr]
     return stacked + max(bytes_of_graph(body) for body in bodies(node) if isinstance(body, fx.GraphModule))
 
 
 def bytes_of_graph(body: fx.GraphModule) -> int:
     """Peak bytes of a graph's intermediates, without its results."""
     nodes = list(body.graph.nodes)
-    given = {*storages(*body.graph.find_nodes(op="placeholder"))}
+    inputs = {*storages(*body.graph.find_nodes(op="placeholder"))}
     sizes: dict[int, int] = {}  # per storage made in the graph
     first: dict[int, int] = {}
     last: dict[int, int] = {}  # where it is read last: the results by the node at the end
     for i, n in enumerate(nodes):
         for t in (t for a in (n, *n.all_input_nodes) for t in tensors(a.meta.get("val"))):
-            if (key := storage(t)) not in given:
+            if (key := storage(t)) not in inputs:
                 sizes[key], last[key] = t.untyped_storage().nbytes(), i
                 first.setdefault(key, i)
     change = [0] * (len(nodes) + 1)
     for key, size in sizes.items():
         change[first[key]] += size
         change[last[key] + 1] -= size
-    there = [*accumulate(change)]
-    return max(there) - there[-2]
+    alive = [*accumulate(change)]
+    return max(alive) - alive[-2]
 
 
 def put_regions_in_place(module: fx.GraphModule) -> None:
@@ -91,23 +91,23 @@ def put_regions_in_place(module: fx.GraphModule) -> None:
             held, _, *operands = node.args
             assert isinstance(held, fx.Node)
             body: Any = body_of(held)
-            made: dict[fx.Node, Any] = dict(zip(body.graph.find_nodes(op="placeholder"), operands, strict=True))
+            copies: dict[fx.Node, Any] = dict(zip(body.graph.find_nodes(op="placeholder"), operands, strict=True))
             for n in body.graph.nodes:
                 if n.op in ("placeholder", "output"):
                     continue
                 with module.graph.inserting_before(node):
-                    made[n] = copy = module.graph.node_copy(n, made.__getitem__)
+                    copies[n] = copy = module.graph.node_copy(n, copies.__getitem__)
                 if "nn_module_stack" in node.meta:  # the region was traced for the first of its calls
                     copy.meta["nn_module_stack"] = node.meta["nn_module_stack"]
                 if n.op == "get_attr":
                     copy.target = f"{held.target}_{n.target}".replace(".", "_")
-                    what = operator.attrgetter(str(n.target))(body)
-                    if isinstance(what, torch.Tensor) and not isinstance(what, nn.Parameter):
-                        module.register_buffer(copy.target, what)
+                    value = operator.attrgetter(str(n.target))(body)
+                    if isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter):
+                        module.register_buffer(copy.target, value)
                     else:
-                        setattr(module, copy.target, what)
+                        setattr(module, copy.target, value)
             # Then the call goes, and the graph of a region that has no other.
-            results = fx.node.map_arg(body.graph.output_node().args[0], made.__getitem__)
+            results = fx.node.map_arg(body.graph.output_node().args[0], copies.__getitem__)
             for user in list(node.users):
                 if (result := results[user.args[1]]) is not None:
                     user.replace_all_uses_with(result)

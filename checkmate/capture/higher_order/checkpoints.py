@@ -44,9 +44,9 @@ def warn_of_gradients(graph: fx.Graph) -> None:
     """Warn, once for each, of checkpoints in Dynamo's graph that plain PyTorch does not train."""
     untrained = []
     for node in graph.find_nodes(op="call_function", target=_OP):
-        given = [one.meta.get("example_value") for one in node.all_input_nodes]
-        tensors = [one for one in given if isinstance(one, torch.Tensor) and one.requires_grad]
-        if _is_reentrant(node) and tensors and all(isinstance(one, nn.Parameter) for one in tensors):
+        values = [argument.meta.get("example_value") for argument in node.all_input_nodes]
+        tensors = [value for value in values if isinstance(value, torch.Tensor) and value.requires_grad]
+        if _is_reentrant(node) and tensors and all(isinstance(tensor, nn.Parameter) for tensor in tensors):
             untrained.append(node)
     _warn(
         untrained,
@@ -98,16 +98,16 @@ def _backwards(module: fx.GraphModule, region: fx.Node | None) -> dict[fx.Node, 
         if node.op == "output" or not node.users:
             reached[node] = {region}
         if node.target is not _OP:
-            for given in node.all_input_nodes if _needs_gradient(node) else ():
-                reached[given] |= reached[node]
+            for argument in node.all_input_nodes if _needs_gradient(node) else ():
+                reached[argument] |= reached[node]
             continue
         body_name, *inputs = node.args
         body: fx.GraphModule = getattr(module, str(body_name))
         within = _backwards(body, node if _is_reentrant(node) else region)
-        for given, inner in zip(inputs, body.graph.find_nodes(op="placeholder"), strict=True):
+        for argument, inner in zip(inputs, body.graph.find_nodes(op="placeholder"), strict=True):
             # Arguments are detached, and their gradients returned to the backward around.
-            is_returned = _is_reentrant(node) and given in node.meta.get(_ARGUMENTS, ())
-            reached[given] |= {region} if is_returned else within[inner]
+            is_returned = _is_reentrant(node) and argument in node.meta.get(_ARGUMENTS, ())
+            reached[argument] |= {region} if is_returned else within[inner]
     return reached
 
 
@@ -157,12 +157,12 @@ def warn_of_second_writes(graph: fx.Graph) -> None:
 
     written = []
     for copy in graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default):
-        target, made = leaf_nodes(copy.args)
-        while made.target is operator.getitem:
-            (made,) = made.all_input_nodes
-        again = made.meta.get("recompute") in _RUN_AGAIN and at[made] <= ends.get(made.meta.get(_CHECKPOINT), -1)
+        target, source = leaf_nodes(copy.args)
+        while source.target is operator.getitem:
+            (source,) = source.all_input_nodes
+        again = source.meta.get("recompute") in _RUN_AGAIN and at[source] <= ends.get(source.meta.get(_CHECKPOINT), -1)
         if again and _is_primal(target):
-            written.append(made)
+            written.append(source)
     _warn(
         written,
         "within torch.utils.checkpoint buffers are updated once in a step, as without it. Plain PyTorch runs the "
@@ -171,11 +171,11 @@ def warn_of_second_writes(graph: fx.Graph) -> None:
     )
 
 
-def _warn(nodes: Iterable[fx.Node], what: str) -> None:
+def _warn(nodes: Iterable[fx.Node], message: str) -> None:
     if new := [place for place in dict.fromkeys(map(where, nodes)) if place not in _said]:
         _said.update(new)
         more = f" and {len(new) - _NAMED} more" if len(new) > _NAMED else ""
-        log.warning("%s%s: %s", ", ".join(new[:_NAMED]), more, what)
+        log.warning("%s%s: %s", ", ".join(new[:_NAMED]), more, message)
 
 
 follow("CheckpointHigherOrderVariable._call_function", _note_arguments)

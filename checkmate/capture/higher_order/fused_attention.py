@@ -94,7 +94,7 @@ def dense_ops(node: fx.Node) -> fx.GraphModule | None:
         return None
     # Trace the op as Python has it, on fake tensors on the CPU, as there may be no other device here.
     with outside_tracing(), tracing(None), torch.no_grad():
-        given: list[Tensor] = []
+        inputs: list[Tensor] = []
 
         def make(arg: Any) -> Any:
             if not isinstance(arg, fx.Node):
@@ -102,18 +102,18 @@ def dense_ops(node: fx.Node) -> fx.GraphModule | None:
             if (body := body_of(arg)) is not None:
                 return _on_cpu(body)
             val: Tensor = arg.meta["val"]
-            given.append(torch.empty_strided(val.shape, val.stride(), dtype=val.dtype, device=CPU))
-            return given[-1]
+            inputs.append(torch.empty_strided(val.shape, val.stride(), dtype=val.dtype, device=CPU))
+            return inputs[-1]
 
         with FakeTensorMode():
             args = fx.node.map_aggregate(node.args, make)
             leaves, spec = tree_flatten(args)
 
             def run(*tensors: Tensor) -> Any:
-                left = iter(tensors)
-                return dense(*tree_unflatten([next(left) if isinstance(x, Tensor) else x for x in leaves], spec))
+                values = iter(tensors)
+                return dense(*tree_unflatten([next(values) if isinstance(x, Tensor) else x for x in leaves], spec))
 
-            return make_fx(run)(*given)
+            return make_fx(run)(*inputs)
 
 
 def _on_cpu(body: nn.Module) -> nn.Module:
@@ -143,20 +143,20 @@ def _compiled(node: fx.Node) -> Callable[..., Any]:
             settings = options[COMPILED] | {"triton.cudagraphs": False}  # whose memory would be in no plan
             run = inductor.compile_fx(alone, inputs, config_patches=settings)
     except _FAILS as error:
-        said = str(error).strip().splitlines()
+        lines = str(error).strip().splitlines()
         raise Unsupported(
             f"{where(node)}: {node.target} is called by a function of torch.compile. Inductor is to compile it on "
             f"{device}, as in plain PyTorch, and that does not work. {_INSTALL.get(device.type, '')} Without "
             "torch.compile it needs no compiler, but memory for all scores.\n"
-            f"{type(error).__name__}: {said[0] if said else ''}"
+            f"{type(error).__name__}: {lines[0] if lines else ''}"
         ) from error
     # Its results are those that are read; None stands for the others.
     leaves, spec = tree_flatten(node.meta["val"])
 
-    def call(*given: Tensor) -> Any:
+    def call(*args: Tensor) -> Any:
         with torch.no_grad():
-            made = iter(run(*given))
-        return tree_unflatten([None if leaf is None else next(made) for leaf in leaves], spec)
+            results = iter(run(*args))
+        return tree_unflatten([None if leaf is None else next(results) for leaf in leaves], spec)
 
     return call
 
@@ -183,16 +183,16 @@ def _alone(node: fx.Node) -> tuple[fx.GraphModule, list[Tensor]]:
     # The options of the compilation are none of the op's.
     position = OPTIONS[str(node.target)]
     args[position] = {name: value for name, value in args[position].items() if name != COMPILED}
-    made = graph.call_function(node.target, tuple(args))  # type: ignore[arg-type]
-    graph.output(tuple(_parts(graph, made, node.meta["val"])))
+    result = graph.call_function(node.target, tuple(args))  # type: ignore[arg-type]
+    graph.output(tuple(_parts(graph, result, node.meta["val"])))
     return fx.GraphModule(root, graph), inputs
 
 
-def _parts(graph: fx.Graph, made: fx.Node, val: Any) -> Iterator[fx.Node]:
+def _parts(graph: fx.Graph, result: fx.Node, val: Any) -> Iterator[fx.Node]:
     """The tensors of a result, in order."""
     if isinstance(val, Tensor):
-        yield made
+        yield result
     elif isinstance(val, (tuple, list)):
         for i, part in enumerate(val):
             if tensors(part):
-                yield from _parts(graph, graph.call_function(operator.getitem, (made, i)), part)
+                yield from _parts(graph, graph.call_function(operator.getitem, (result, i)), part)

@@ -56,8 +56,8 @@ def runs_once(node: fx.Node) -> str | None:
         if not isinstance(written, OpOverload):
             return f"runs {written}, which may leave other bits another time"
         return f"draws random numbers, by {written}" if draws(written, (), {}) else None
-    given: list[Any] = bodies(node) or [None]
-    return next((f"runs a graph that {reason}" for body in given for reason in _of_body(body)), None)
+    graphs: list[Any] = bodies(node) or [None]
+    return next((f"runs a graph that {reason}" for body in graphs for reason in _of_body(body)), None)
 
 
 def runs_alone(node: fx.Node) -> bool:

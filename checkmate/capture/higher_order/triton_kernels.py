@@ -59,17 +59,17 @@ class Launch:
 
     __name__ = "triton_kernel"
 
-    def __call__(self, *bases: Any, **given: Any) -> dict[str, torch.Tensor]:
+    def __call__(self, *bases: Any, **tensors: Any) -> dict[str, torch.Tensor]:
         """Launch the kernel and return the tensors that it wrote."""
-        made = {
+        outputs = {
             name: torch.empty_strided(memory.shape, memory.strides, dtype=memory.dtype, device=memory.device)
             for name, memory in self.makes.items()
         }
         options = self.options | ({"tensor_bases": dict(zip(self.bases, bases, strict=True))} if bases else {})
         copied: dict[str, torch.Tensor] = WRAPPER(
-            kernel_idx=self.kernel, constant_args_idx=self.constants, kwargs=given | made, **options
+            kernel_idx=self.kernel, constant_args_idx=self.constants, kwargs=tensors | outputs, **options
         )
-        return copied | made
+        return copied | outputs
 
     def __str__(self) -> str:
         return f"triton.{self.name}"
@@ -95,8 +95,8 @@ class Launch:
 
 def why_once(kernel: int, constants: int) -> str | None:
     """The reason why a kernel must run exactly once; None if its source shows none."""
-    found = next((match for source in _sources(kernel, constants) if (match := _UNORDERED.search(source))), None)
-    return None if found is None else f"runs a kernel of Triton's that calls {found[0]}"
+    unordered = next((match for source in _sources(kernel, constants) if (match := _UNORDERED.search(source))), None)
+    return None if unordered is None else f"runs a kernel of Triton's that calls {unordered[0]}"
 
 
 def make_what_they_write(graph: fx.Graph, same_again: Callable[[fx.Node], bool] | None = None) -> None:
@@ -106,10 +106,10 @@ def make_what_they_write(graph: fx.Graph, same_again: Callable[[fx.Node], bool] 
     """
     for node in graph.find_nodes(op="call_function", target=WRAPPER):
         options = dict(node.kwargs)
-        kernel, constants, given, written = (options.pop(name) for name in _TAKEN)
+        kernel, constants, arguments, written = (options.pop(name) for name in _TAKEN)
         # It can allocate what it writes to empty tensors that nobody else uses.
-        own = [name for name in written if given[name].target in _EMPTY and list(given[name].users) == [node]]
-        vals = {name: val for name in own if isinstance(val := given[name].meta["val"], torch.Tensor)}
+        own = [name for name in written if arguments[name].target in _EMPTY and list(arguments[name].users) == [node]]
+        vals = {name: val for name in own if isinstance(val := arguments[name].meta["val"], torch.Tensor)}
         makes = {name: Memory(tuple(t.shape), tuple(t.stride()), t.dtype, t.device) for name, t in vals.items()}
         bases = {name: base for name, base in options.pop("tensor_bases", {}).items() if name not in makes}
         options["tensors_to_clone"] = [name for name in written if name not in makes]
@@ -117,10 +117,10 @@ def make_what_they_write(graph: fx.Graph, same_again: Callable[[fx.Node], bool] 
         fx.node.map_arg(options, numbers.append)
         if numbers:  # of a grid that depends on a number which may be another in the next call
             continue
-        given = {name: arg for name, arg in given.items() if name not in makes}
+        arguments = {name: arg for name, arg in arguments.items() if name not in makes}
         launch = Launch(kernel, constants, options, makes, tuple(bases), why_once(kernel, constants))
         with graph.inserting_before(node):
-            launched = call(node, launch, tuple(bases.values()), launch.name, node.meta["val"], given)
+            launched = call(node, launch, tuple(bases.values()), launch.name, node.meta["val"], arguments)
         if launch.once is None and same_again is not None and not same_again(launched):
             launched.target = replace(launch, once="left other bits when it ran again here")
         node.replace_all_uses_with(launched)
@@ -139,12 +139,12 @@ def _sources(kernel: int, constants: int) -> Iterator[str]:
     function = _plain(kernel_side_table.get_kernel(kernel))
     todo, seen = [function, *kernel_side_table.get_constant_args(constants).values()], set[int]()
     while todo:
-        one = todo.pop()
-        if type(one) is not type(function) or id(one) in seen:
+        callee = todo.pop()
+        if type(callee) is not type(function) or id(callee) in seen:
             continue
-        seen.add(id(one))
-        yield one.src
-        names = getclosurevars(one.fn)
+        seen.add(id(callee))
+        yield callee.src
+        names = getclosurevars(callee.fn)
         reach = [*names.globals.values(), *names.nonlocals.values()]
         modules = [module for module in reach if isinstance(module, ModuleType)]
         todo += [*reach, *(getattr(module, name, None) for module in modules for name in sorted(names.unbound))]

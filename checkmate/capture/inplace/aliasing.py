@@ -1,8 +1,8 @@
 """Tell which arguments an op of a captured step may write over, because nothing else can see the change.
 
-That the argument's value is not needed any more is for the plan to see to, run by run. What it cannot see is here: who
-holds a tensor without being an op of the step, and which bytes are not the value's alone. Whoever gives costs asks
-once, and makes ways of the answer (`checkmate.core.inplace`); all others read these.
+The plan sees to it, run by run, that the argument's value is not needed any more. Here is what it cannot see: who holds
+a tensor without being an op of the step, and which bytes are not the value's alone. The answer becomes ways of ops
+(`checkmate.core.inplace`), once, when costs are given; all else reads these.
 """
 
 from __future__ import annotations
@@ -73,10 +73,10 @@ def position_of(joint: Joint, k: int, over: int) -> int:
 def seen_by_others(joint: Joint) -> dict[int, Reason]:
     """Values that the caller sees, or that stay to the end of the step, or that may be held by others than its ops."""
     ops = zip(joint.graph.ops, joint.nodes, strict=True)
-    kept = [v for op, n in ops if n is not None and _may_keep(n) for v in (*op.inputs, *op.outputs)]
+    held = [v for op, n in ops if n is not None and _may_keep(n) for v in (*op.inputs, *op.outputs)]
     outputs = leaf_nodes((*joint.step.forward_outputs, *joint.step.backward_outputs))
     shown = {v for n in outputs for v in joint.value_of[n]}.union(joint.graph.outputs)
-    return dict.fromkeys(shown, Reason.HANDED_OUT) | dict.fromkeys(kept, Reason.KEPT)
+    return dict.fromkeys(shown, Reason.HANDED_OUT) | dict.fromkeys(held, Reason.KEPT)
 
 
 def _may_keep(node: fx.Node) -> bool:
@@ -98,8 +98,8 @@ def reason_against(joint: Joint, k: int, argument: fx.Node, seen: Mapping[int, R
     # One value is behind it, which an op of the step has made, and nobody else sees.
     node, outputs = joint.nodes[k], joint.graph.ops[k].outputs
     assert node is not None
-    made, values = first_result(node), joint.value_of[argument]
-    if len(values) != 1 or made is None or not outputs:
+    result, values = first_result(node), joint.value_of[argument]
+    if len(values) != 1 or result is None or not outputs:
         return Reason.SEVERAL
     (v,), values_of = values, joint.graph.values
     producer = values_of[v].producer

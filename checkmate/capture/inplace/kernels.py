@@ -88,26 +88,26 @@ def batch_norm_backward_over(
     # Channels are laid out as all of them are together, which decides which kernel runs.
     formats = [torch.contiguous_format]
     formats += {4: [torch.channels_last], 5: [torch.channels_last_3d]}.get(grad.dim(), [])
-    alike = [how for how in formats if all(whole.is_contiguous(memory_format=how) for whole in (grad, x))]
-    others: list[tuple[Optional, ...]] = []
-    for some in _slices(x.shape[1], _channels_of_a_block(x)):
-        parts = [whole[:, some] for whole in (grad, x)]
+    alike = [layout for layout in formats if all(whole.is_contiguous(memory_format=layout) for whole in (grad, x))]
+    parameter_gradients: list[tuple[Optional, ...]] = []
+    for channels in _slices(x.shape[1], _channels_of_a_block(x)):
+        parts = [whole[:, channels] for whole in (grad, x)]
         if alike:
             parts = [part.contiguous(memory_format=alike[0]) for part in parts]
-        of_channels = (v if v is None else v[some] for v in (weight, running_mean, running_var, mean, invstd))
-        made = aten.native_batch_norm_backward.default(*parts, *of_channels, training, eps, wanted)
-        out[:, some] = made[0]
-        others.append(made[1:])
-    given = ([part for part in parts if part is not None] for parts in zip(*others, strict=True))
-    return out, *(torch.cat(parts) if parts else None for parts in given)
+        of_channels = (v if v is None else v[channels] for v in (weight, running_mean, running_var, mean, invstd))
+        gradients = aten.native_batch_norm_backward.default(*parts, *of_channels, training, eps, wanted)
+        out[:, channels] = gradients[0]
+        parameter_gradients.append(gradients[1:])
+    by_parameter = ([part for part in parts if part is not None] for parts in zip(*parameter_gradients, strict=True))
+    return out, *(torch.cat(parts) if parts else None for parts in by_parameter)
 
 
 def convolution_over(
     x: torch.Tensor, weight: torch.Tensor, bias: Optional, *geometry: Any, out: torch.Tensor
 ) -> torch.Tensor:
     """A convolution, image by image."""
-    for some in _slices(len(x), _images_of_a_block(len(x))):
-        out[some] = aten.convolution.default(x[some], weight, bias, *geometry)
+    for images in _slices(len(x), _images_of_a_block(len(x))):
+        out[images] = aten.convolution.default(x[images], weight, bias, *geometry)
     return out
 
 
@@ -115,8 +115,8 @@ def convolution_backward_over(
     grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias_sizes: Any, *options: Any, out: torch.Tensor
 ) -> tuple[Optional, ...]:
     """The gradient of a convolution's input alone, image by image; only the input's shape is read."""
-    for some in _slices(len(x), _images_of_a_block(len(x))):
-        out[some] = aten.convolution_backward.default(grad[some], x[some], weight, bias_sizes, *options)[0]
+    for images in _slices(len(x), _images_of_a_block(len(x))):
+        out[images] = aten.convolution_backward.default(grad[images], x[images], weight, bias_sizes, *options)[0]
     return out, None, None
 
 
@@ -129,18 +129,18 @@ def convolution_backward_input_over(
     out: torch.Tensor,
 ) -> torch.Tensor:
     """The gradient of a convolution's input, image by image, from the input's shape."""
-    for some in _slices(shape[0], _images_of_a_block(shape[0])):
-        count = len(range(shape[0])[some])
-        out[some] = convolution_backward_input(grad[some], weight, (count, *shape[1:]), stride, *geometry)
+    for images in _slices(shape[0], _images_of_a_block(shape[0])):
+        count = len(range(shape[0])[images])
+        out[images] = convolution_backward_input(grad[images], weight, (count, *shape[1:]), stride, *geometry)
     return out
 
 
-def batch_norm_block(grad: torch.Tensor, x: torch.Tensor, *others: Any) -> int | None:
+def batch_norm_block(grad: torch.Tensor, x: torch.Tensor, *options: Any) -> int | None:
     """Bytes that `batch_norm_backward_over` takes: for some channels, both arguments laid out anew, and the result.
 
     None where the gradient of the input is not wanted: there is no result to write.
     """
-    if not others[-1][0]:
+    if not options[-1][0]:
         return None
     return 3 * _channels_of_a_block(x) * (x.nbytes // x.shape[1]) if x.nbytes else 0
 
@@ -150,9 +150,9 @@ def convolution_block(x: torch.Tensor, *_: Any) -> int | None:
     return convolution_backward_input_block(x, x, x.shape)
 
 
-def convolution_backward_block(grad: torch.Tensor, x: torch.Tensor, *others: Any) -> int | None:
+def convolution_backward_block(grad: torch.Tensor, x: torch.Tensor, *options: Any) -> int | None:
     """The block of a convolution's backward; None for few images, or if more than the input's gradient is asked."""
-    return convolution_block(x) if [*others[-1]] == [True, False, False] else None
+    return convolution_block(x) if [*options[-1]] == [True, False, False] else None
 
 
 def convolution_backward_input_block(

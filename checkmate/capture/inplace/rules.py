@@ -128,12 +128,12 @@ def positions_to_try(node: fx.Node) -> tuple[int, ...]:
 
     Only floats are written over: they are what is large, and what a trial has made-up numbers for.
     """
-    written, made = written_of(node.target), first_result(node)
-    if written is None or made is None or not (written.pointwise or made.device.type == "cpu"):
+    written, result = written_of(node.target), first_result(node)
+    if written is None or result is None or not (written.pointwise or result.device.type == "cpu"):
         return ()
     if written.block is not None and block_bytes(node) is None:
         return ()
-    return tuple(i for i in written.positions if i < len(node.args) and is_alike(node.args[i], made))
+    return tuple(i for i in written.positions if i < len(node.args) and is_alike(node.args[i], result))
 
 
 def block_bytes(node: fx.Node) -> int | None:
@@ -150,13 +150,13 @@ def first_result(node: fx.Node) -> torch.Tensor | None:
     return first if isinstance(first, torch.Tensor) else None
 
 
-def is_alike(argument: Any, made: torch.Tensor) -> bool:
+def is_alike(argument: Any, result: torch.Tensor) -> bool:
     """Tell whether an argument is dense in memory, with the layout of the result."""
     a = argument.meta.get("val") if isinstance(argument, fx.Node) else None
-    if not isinstance(a, torch.Tensor) or a.layout is not torch.strided or made.layout is not torch.strided:
+    if not isinstance(a, torch.Tensor) or a.layout is not torch.strided or result.layout is not torch.strided:
         return False
-    wanted = made.dtype, made.shape, made.stride(), made.device
-    if not made.is_floating_point() or (a.dtype, a.shape, a.stride(), a.device) != wanted:
+    wanted = result.dtype, result.shape, result.stride(), result.device
+    if not result.is_floating_point() or (a.dtype, a.shape, a.stride(), a.device) != wanted:
         return False
     return not a.is_conj() and not a.is_neg() and bool(aten.is_non_overlapping_and_dense(a))
 

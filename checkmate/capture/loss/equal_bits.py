@@ -44,12 +44,12 @@ def equal_inputs(loss: Loss, split: LossSplit) -> int:
     """
     # The key of the trial: all nodes of the loss, the split and the threads.
     module = alone(loss)
-    about, of_any_size = list[Any](), list[Any]()
+    of_this_size, of_any_size = list[Any](), list[Any]()
     for n in module.graph.nodes:
-        made = [(t.dtype, t.device.type, tuple(t.shape), tuple(t.stride())) for t in tensors(n.meta.get("val"))]
-        about.append((str(n.target), str(n.args), str(n.kwargs), *made))
-        of_any_size.append((str(n.target), len(n.args), *(one[:2] for one in made)))
-    key, alike = ((tuple(of), split, torch.get_num_threads()) for of in (about, of_any_size))
+        results = [(t.dtype, t.device.type, tuple(t.shape), tuple(t.stride())) for t in tensors(n.meta.get("val"))]
+        of_this_size.append((str(n.target), str(n.args), str(n.kwargs), *results))
+        of_any_size.append((str(n.target), len(n.args), *(layout[:2] for layout in results)))
+    key, alike = ((tuple(facts), split, torch.get_num_threads()) for facts in (of_this_size, of_any_size))
     whole, products = partial(_of_loss, module, in_parts(module, split)), partial(_of_products, loss, split)
     few = alike in _equal
     count = max(1, inputs_of_loss(loss) // 2) if few else inputs_of_loss(loss)
@@ -60,11 +60,11 @@ def equal_inputs(loss: Loss, split: LossSplit) -> int:
 
     if key not in _tried:
         with outside_tracing(), torch.no_grad():
-            found = within_memory(trial, str(split), "it does not run in parts")
-        if not found:
+            answer = within_memory(trial, str(split), "it does not run in parts")
+        if not answer:
             return 0
-        _tried[key] = found[0]
-        if found[0]:
+        _tried[key] = answer[0]
+        if answer[0]:
             _equal.add(alike)
     return _tried[key]
 
@@ -72,10 +72,10 @@ def equal_inputs(loss: Loss, split: LossSplit) -> int:
 def _are_equal(trial: Callable[[int], Iterable[Compared]], seeds: Iterable[int]) -> bool:
     """Tell whether parts have the bits of the whole on inputs of these seeds; False if an op refuses them."""
     try:
-        for whole, found in chain.from_iterable(map(trial, seeds)):
-            if not same_bytes(whole, found):
+        for whole, parts in chain.from_iterable(map(trial, seeds)):
+            if not same_bytes(whole, parts):
                 return False
-            del whole, found  # before those of the next inputs are made
+            del whole, parts  # before those of the next inputs are made
     except torch.AcceleratorError:
         raise
     except (RuntimeError, ValueError, TypeError, IndexError) as error:
@@ -95,8 +95,8 @@ def alone(loss: Loss) -> fx.GraphModule:
     results = [*(user for user in loss.forward.users if user.args[1] == 0), loss.row_sum, *loss.ends]
     nodes = sorted(ancestors([node for node in results if node is not None], until=loss.given_nodes))
     graph = fx.Graph()
-    given = sorted({one for node in nodes for one in node.all_input_nodes} - {*nodes})
-    copies = {node: graph.create_node("placeholder", f"given{i}") for i, node in enumerate(given)}
+    inputs = sorted({source for node in nodes for source in node.all_input_nodes} - {*nodes})
+    copies = {node: graph.create_node("placeholder", f"given{i}") for i, node in enumerate(inputs)}
     for node, copied in copies.items():
         copied.meta = {"val": node.meta["val"]}
     for node in nodes:
@@ -116,11 +116,11 @@ def _of_loss(whole: fx.GraphModule, parts: fx.GraphModule, seed: int) -> Iterato
         if is_sym_node(node):
             inputs.append(value_of(node.meta["val"]))
             continue
-        one = made_up(node.meta["val"], draw, 1 if node is loss.forward.args[2] else 0)
+        numbers = made_up(node.meta["val"], draw, 1 if node is loss.forward.args[2] else 0)
         if node is loss.forward.args[1]:
-            repeat(one, torch.randint(columns, (min(DRAWN, len(one)),), generator=draw))
-            one[:: 2 + len(one) // 8] = loss.ignore_index
-        inputs.append(one.mul_(scale * depth**-0.5) if node in weights else one)
+            repeat(numbers, torch.randint(columns, (min(DRAWN, len(numbers)),), generator=draw))
+            numbers[:: 2 + len(numbers) // 8] = loss.ignore_index
+        inputs.append(numbers.mul_(scale * depth**-0.5) if node in weights else numbers)
     yield from zip(*(tree_leaves(run(*inputs)) for run in (whole, parts)), strict=True)
 
 
@@ -129,7 +129,7 @@ def _of_products(loss: Loss, split: LossSplit, seed: int) -> Iterator[Compared]:
     rows, columns = loss.product.meta["val"].shape
     by_rows = [*slices(rows, length(rows, split.parts, ROWS))]
     by_columns = [*slices(columns, length(columns, split.parts, COLUMNS), COLUMNS)]
-    for node, some in (loss.product, by_rows), (loss.of_rows, by_rows), (loss.of_weight, by_columns):
+    for node, parts in (loss.product, by_rows), (loss.of_rows, by_rows), (loss.of_weight, by_columns):
         if node is not None:
             target: Any = node.target
             draw = torch.Generator().manual_seed(seed)
@@ -138,6 +138,6 @@ def _of_products(loss: Loss, split: LossSplit, seed: int) -> Iterator[Compared]:
                 cancel(target, tuple(args), draw)
             *_, a, b = args
             whole = target(*args)
-            for at in some:
+            for at in parts:
                 part = a[at] if a.is_contiguous() else a[at].t().contiguous().t()  # as it lies in a part's own memory
                 yield whole[at], target(*args[:-2], part, b)

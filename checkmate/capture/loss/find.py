@@ -81,29 +81,29 @@ class Loss:
     @property
     def steps(self) -> tuple[tuple[Step, ...], tuple[Step, ...]]:
         """Pointwise ops from the product to the softmax, and those of the gradient on the way back."""
-        made = [node for node in self.before if str(node.target) in POINTWISE]
+        before = [node for node in self.before if str(node.target) in POINTWISE]
         back = [node for node in self.through if str(node.target) in POINTWISE]
-        return tuple(_step(node, made) for node in made), tuple(_step(node, made) for node in back)
+        return tuple(_step(node, before) for node in before), tuple(_step(node, before) for node in back)
 
     @property
     def given_nodes(self) -> set[fx.Node]:
         """The inputs of the loss: nodes outside of it."""
         weights = [self.w, *(self.of_rows.args[1:] if self.of_rows is not None else ())]
-        given: Any = self.h, self.b, *map(viewed, weights), *self.forward.args[1:3], self.backward.args[0]  # type: ignore[arg-type]
+        inputs: Any = self.h, self.b, *map(viewed, weights), *self.forward.args[1:3], self.backward.args[0]  # type: ignore[arg-type]
         numbers = {n for node in (*self.before, *self.through) for n in node.all_input_nodes if is_sym_node(n)}
-        return numbers.union(leaf_nodes(given), () if self.smoothing is None else self.smoothing.all_input_nodes)
+        return numbers.union(leaf_nodes(inputs), () if self.smoothing is None else self.smoothing.all_input_nodes)
 
 
-def _step(node: fx.Node, made: list[fx.Node]) -> Step:
+def _step(node: fx.Node, forward: list[fx.Node]) -> Step:
     name = str(node.target)
-    what: Any = node.kwargs["dtype"] if name == CAST else node.args[1] if len(node.args) > 1 else None
-    return name, made.index(what) + 1 if name in OF_RESULT else what
+    operand: Any = node.kwargs["dtype"] if name == CAST else node.args[1] if len(node.args) > 1 else None
+    return name, forward.index(operand) + 1 if name in OF_RESULT else operand
 
 
 def losses(graph: fx.Graph) -> list[Loss]:
     """The losses of a prepared joint graph that can run in parts."""
-    found = (_read(node) for node in graph.find_nodes(op="call_function", target=aten.nll_loss_forward.default))
-    return [loss for loss in found if loss is not None]
+    candidates = (_read(node) for node in graph.find_nodes(op="call_function", target=aten.nll_loss_forward.default))
+    return [loss for loss in candidates if loss is not None]
 
 
 def _read(forward: fx.Node) -> Loss | None:
@@ -160,11 +160,11 @@ def _up(node: Any, *ends: Any, pointwise: bool = True) -> tuple[fx.Node | None, 
     return (node, tuple(reversed(path))) if isinstance(node, fx.Node) else (None, ())
 
 
-def _down(node: fx.Node, made: Nodes) -> Iterator[fx.Node]:
+def _down(node: fx.Node, forward: Nodes) -> Iterator[fx.Node]:
     """Follow a gradient from op to op until it has another reader."""
     while len(node.users) == 1:
         (user,) = node.users
-        if not (is_of_rows(user) or _is_pointwise(user, made)) or user.args[0] is not node:
+        if not (is_of_rows(user) or _is_pointwise(user, forward)) or user.args[0] is not node:
             return
         yield (node := user)
 
@@ -191,7 +191,7 @@ def is_of_rows(node: fx.Node) -> bool:
     return bool(val.is_contiguous())
 
 
-def _is_pointwise(node: fx.Node, made: Iterable[fx.Node]) -> bool:
+def _is_pointwise(node: fx.Node, forward: Iterable[fx.Node]) -> bool:
     """Tell whether an op works element by element; a backward may read the forward's result too."""
     args: Any = node.args
     if (name := str(node.target)) not in POINTWISE:
@@ -200,9 +200,9 @@ def _is_pointwise(node: fx.Node, made: Iterable[fx.Node]) -> bool:
         same = args[0].meta["val"].device == node.meta["val"].device
         return same and {"dtype"} <= {*node.kwargs} <= _KEPT_BY_CASTS
     if name in OF_RESULT:
-        return args[1] in made
-    others = [n for n in node.all_input_nodes if n is not args[0]]
-    return isinstance(args[0], fx.Node) and all(map(is_sym_node, others)) and not node.kwargs
+        return args[1] in forward
+    operands = [n for n in node.all_input_nodes if n is not args[0]]
+    return isinstance(args[0], fx.Node) and all(map(is_sym_node, operands)) and not node.kwargs
 
 
 def _along_rows(node: fx.Node, position: int = 1) -> bool:
@@ -216,24 +216,24 @@ def _ends(node: fx.Node, product: fx.Node) -> tuple[fx.Node | None, fx.Node | No
     None if anything else reads that, or if they are not made of the rows and the weight of the forward as in parts.
     """
     # Each reader is one of the three products or sums, each once.
-    found: dict[str, fx.Node] = {}
+    readers: dict[str, fx.Node] = {}
     for user in node.users:
         turned = user.target is aten.t.default and len(user.users) == 1
         reader = next(iter(user.users)) if turned else user
-        given = user if turned else node
-        if reader.target is aten.mm.default and reader.args[0] is given and reader.args[1] is not given:
+        gradient = user if turned else node
+        if reader.target is aten.mm.default and reader.args[0] is gradient and reader.args[1] is not gradient:
             kind = "weight" if turned else "rows"
         elif user.target is aten.sum.dim_IntList and user.args == (node, [0], True) and not user.kwargs:
             kind = "bias"
         else:
             return None
-        if kind in found:
+        if kind in readers:
             return None
-        found[kind] = reader
+        readers[kind] = reader
     # They read the rows and the weight of the forward.
-    rows, weight, bias = map(found.get, ("rows", "weight", "bias"))
-    *b, h, w = (one.meta["val"] for one in product.args)  # type: ignore[union-attr]
-    if not found or (b and b[0].dim() != 1):
+    rows, weight, bias = map(readers.get, ("rows", "weight", "bias"))
+    *b, h, w = (arg.meta["val"] for arg in product.args)  # type: ignore[union-attr]
+    if not readers or (b and b[0].dim() != 1):
         return None
     if rows is not None:
         back: Any = rows.args[1]

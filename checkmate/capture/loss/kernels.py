@@ -124,18 +124,18 @@ def row_sums(layer: Layer, form: Form) -> Tensor:
     """
     rows, columns = layer.shape
     part = length(rows, form.parts, ROWS)
-    found = layer.y.new_empty((3 + form.smooth, rows), dtype=form.dtype)
+    sums = layer.y.new_empty((3 + form.smooth, rows), dtype=form.dtype)
     chosen = layer.y.where(layer.y != form.ignore, 0)[:, None]
     logits = _Logits(layer, form, part, columns)
     for at in slices(rows, part):
         x = logits(at)
-        torch.amax(x, 1, out=found[1, at])
+        torch.amax(x, 1, out=sums[1, at])
         torch.log_softmax(x, 1, out=x)
-        torch.amax(x, 1, out=found[2, at])
-        torch.gather(x, 1, chosen[at], out=found[0, at, None])
+        torch.amax(x, 1, out=sums[2, at])
+        torch.gather(x, 1, chosen[at], out=sums[0, at, None])
         if form.smooth:
-            torch.sum(x, [1], out=found[3, at])
-    return found
+            torch.sum(x, [1], out=sums[3, at])
+    return sums
 
 
 def gradient_of_rows(layer: Layer, form: Form, g: Tensor, u: Tensor | None, sums: Tensor, back: Tensor) -> Tensor:
@@ -175,8 +175,8 @@ def gradients_of_weights(
             dx = gradient(slice(0, rows), at)
         else:
             dx = result[:, : at.stop - at.start]
-            for some in slices(rows, part):
-                dx[some].copy_(gradient(some)[:, at])
+            for at_rows in slices(rows, part):
+                dx[at_rows].copy_(gradient(at_rows)[:, at])
         if of_weight is not None:
             torch.mm(dx.t(), layer.h, out=of_weight[at])
         if of_bias is not None:
@@ -190,8 +190,8 @@ def _memory(layer: Layer, form: Form, *, saved: bool) -> tuple[tuple[Step, ...],
     stays = {place for name, place in form.backward if name in OF_RESULT} if saved else set()
     types: list[torch.dtype | None] = [layer.dtype if layer.z is None else None]
     places, dtype = [0], layer.dtype
-    for i, (name, what) in enumerate(steps):
-        before, dtype = dtype, (what if name == CAST else dtype)
+    for i, (name, operand) in enumerate(steps):
+        before, dtype = dtype, (operand if name == CAST else dtype)
         if i in stays or types[-1] is None or dtype != before:
             types.append(dtype)
         places.append(len(types) - 1)
@@ -220,15 +220,15 @@ class _Logits:
     def __call__(self, at: slice, columns: slice | None = None) -> Tensor:
         layer, (_, wide) = self.layer, self.layer.shape
         columns = slice(0, wide) if columns is None else columns
-        into = [None if one is None else one[:, : columns.stop - columns.start] for one in self.memory]
+        into = [None if buffer is None else buffer[:, : columns.stop - columns.start] for buffer in self.memory]
         if layer.z is not None:
             self.values = [layer.z[at, columns]]
         elif layer.b is None:
             self.values = [torch.mm(layer.h[at], layer.w[:, columns], out=into[0])]
         else:
             self.values = [torch.addmm(layer.b[columns], layer.h[at], layer.w[:, columns], out=into[0])]
-        for (name, what), place in zip(self.steps, self.place[1:], strict=True):
-            self.values.append(POINTWISE[name](self.values[-1], what, into[place]))  # type: ignore[arg-type]
+        for (name, operand), place in zip(self.steps, self.place[1:], strict=True):
+            self.values.append(POINTWISE[name](self.values[-1], operand, into[place]))  # type: ignore[arg-type]
         return self.values[-1]
 
 
@@ -247,7 +247,7 @@ class _Gradient:
         self.y = layer.y.where(layer.y != form.ignore, 0)[:, None]
         last = self.logits.last
         self.given = torch.zeros_like(last)
-        types = {what for name, what in form.backward if name == CAST} - {form.dtype}
+        types = {kind for name, kind in form.backward if name == CAST} - {form.dtype}
         self.memory = {dtype: torch.empty_like(last, dtype=dtype) for dtype in types} | {form.dtype: last}
 
     def __call__(self, at: slice, columns: slice | None = None) -> Tensor:
@@ -273,9 +273,9 @@ class _Gradient:
         aten._log_softmax_backward_data.out(self.given, q, 1, q.dtype, out=q)
         self.given.scatter_(1, y, 0.0)
         dx = q if columns is None else q[:, :wide]
-        for name, what in self.form.backward:
-            out = dx if name != CAST else self.memory[what][:, : dx.shape[1]]
-            dx = POINTWISE[name](dx, self.logits.values[what] if name in OF_RESULT else what, out)
+        for name, operand in self.form.backward:
+            out = dx if name != CAST else self.memory[operand][:, : dx.shape[1]]
+            dx = POINTWISE[name](dx, self.logits.values[operand] if name in OF_RESULT else operand, out)
         return dx
 
 
@@ -299,7 +299,7 @@ def estimate(node: fx.Node) -> Estimate | None:
     # Products: one for the logits, unless they are kept, again for each block of whole rows; and one for the gradient.
     args: Any = node.args
     form: Form = args[1]
-    layer = Layer(*(None if one is None else one.meta["val"] for one in args[0]))
+    layer = Layer(*(None if leaf is None else leaf.meta["val"] for leaf in args[0]))
     (rows, columns), forward = layer.shape, node.target is row_sums
     of_weights = node.target is gradients_of_weights
     by_columns, block = of_weights and form.by_columns, length(columns, form.parts, COLUMNS)
@@ -313,12 +313,12 @@ def estimate(node: fx.Node) -> Estimate | None:
     _, types, _ = _memory(layer, form, saved=not forward)
     each_logit = sum(dtype.itemsize for dtype in types if dtype)
     if not forward:  # the kernel of the gradient has a buffer in float32 for half precision
-        more = [form.dtype, *({what for name, what in form.backward if name == CAST} - {form.dtype})]
+        more = [form.dtype, *({kind for name, kind in form.backward if name == CAST} - {form.dtype})]
         each_logit += sum(dtype.itemsize for dtype in more) + (4 if form.dtype.itemsize == 2 else 0)
-    whole, each = (columns, block) if of_weights else (rows, part)
+    whole, size = (columns, block) if of_weights else (rows, part)
     return Estimate(
         flop=2 * rows * columns * depth * products,
-        launches=passes * -(-whole // each),
+        launches=passes * -(-whole // size),
         moved_bytes=(_PASSES[node.target] + passes * (again - 1)) * rows * columns * form.dtype.itemsize,
         workspace_bytes=inside * each_logit
         + (rows * block * layer.dtype.itemsize if of_weights and not by_columns else 0),

@@ -52,7 +52,7 @@ def with_loss_in_parts(
 def with_split(module: fx.GraphModule, splits: Sequence[str]) -> fx.GraphModule:
     """A joint graph whose loss is split as `Problem.splits` names it."""
     ways = loss_splits_of(losses(module.graph))
-    return in_parts(module, next(how for how in ways if splits[0].startswith(f"{how}:")))
+    return in_parts(module, next(way for way in ways if splits[0].startswith(f"{way}:")))
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,7 +73,7 @@ class _Ladder:
     @cached_property
     def rungs(self) -> tuple[LossSplit, ...]:
         rungs = loss_splits_of(self.losses)
-        begin = next((i for i, how in enumerate(rungs) if any(name.startswith(f"{how}:") for name in self.known)), 0)
+        begin = next((i for i, rung in enumerate(rungs) if any(name.startswith(f"{rung}:") for name in self.known)), 0)
         return rungs[begin:]
 
     def linked(self, problem: Problem, rung: int = 0, below: int | None = None) -> Problem:
@@ -91,27 +91,27 @@ class _Ladder:
     def _next(self, problem: Problem, rung: int, below: int) -> Problem | None:
         if not self.losses or not self.is_at_loss(problem, rung):
             return None
-        for after, how in enumerate(self.rungs[rung:], rung + 1):
-            inputs = min(equal_inputs(loss, how) for loss in self.losses) if self.tried else 0
+        for after, way in enumerate(self.rungs[rung:], rung + 1):
+            inputs = min(equal_inputs(loss, way) for loss in self.losses) if self.tried else 0
             if self.tried and not inputs:
-                log.info("%s: not the bits of the whole", how)
+                log.info("%s: not the bits of the whole", way)
                 continue
             try:
-                split = self.pose(self.read(self.split(how)))
+                split = self.pose(self.read(self.split(way)))
             except Unsupported as error:
-                log.info("%s: %s", how, error)
+                log.info("%s: %s", way, error)
                 return None
             least = int(split.unavoidable_bytes.max())
             # kept logits are beside other ops too: no op alone shows what they cost
-            if least <= (1 - GAIN) * (problem.unavoidable_bytes.max() if how.kept else below):
+            if least <= (1 - GAIN) * (problem.unavoidable_bytes.max() if way.kept else below):
                 # The certificate says why bits are known to be equal.
                 certificate = "if the device keeps the bits: not tried here"
                 if self.tried:
                     count = torch.get_num_threads()
                     threads = f"{count} threads" if count > 1 else "1 thread"
                     certificate = f"bits equal on {inputs} input{'s' * (inputs > 1)}, {threads}"
-                certified = replace(split, splits=(f"{how}: {certificate}",))
-                return self.linked(certified, after, below if how.kept else least)
+                certified = replace(split, splits=(f"{way}: {certificate}",))
+                return self.linked(certified, after, below if way.kept else least)
             if not self.is_at_loss(split, after):
                 return None
         return None
@@ -122,15 +122,15 @@ class _Ladder:
             return True
         # ops that the split so far has made, or that the smallest split will take away
         now, other = (self.rungs[rung - 1], None) if rung else (None, self.rungs[-1])
-        for how in (now, other):
-            if how not in self.names:
-                self.split(how)
+        for way in (now, other):
+            if way not in self.names:
+                self.split(way)
         bytes_at = problem.unavoidable_bytes
         high = {problem.graph.ops[k].name for k in (bytes_at == bytes_at.max()).nonzero()[0]}
         return not high.isdisjoint(self.names[now] - self.names[other])
 
-    def split(self, how: LossSplit | None) -> fx.GraphModule:
+    def split(self, way: LossSplit | None) -> fx.GraphModule:
         """The step whose loss is split; None for the step as it is."""
-        module = self.whole if how is None else in_parts(self.whole, how)
-        self.names[how] = {node.name for node in module.graph.nodes}
+        module = self.whole if way is None else in_parts(self.whole, way)
+        self.names[way] = {node.name for node in module.graph.nodes}
         return module

@@ -43,8 +43,8 @@ DRAWN = 2**20 - 3  # numbers of a tensor that are drawn, and then repeated: a pr
 
 def made_up(like: Tensor, draw: torch.Generator, seed: int) -> Tensor:
     """Normal numbers, or numbers from 0.1 to 0.9, which are valid variances; bools; zeros, which are valid indices."""
-    made = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device)
-    memory = flat(made)  # an element may be many
+    tensor = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device)
+    memory = flat(tensor)  # an element may be many
     if like.dtype.is_floating_point or like.dtype.is_complex:
         memory = torch.view_as_real(memory).view(-1) if like.dtype.is_complex else memory
         numbers = torch.empty(min(DRAWN, len(memory)))
@@ -53,7 +53,7 @@ def made_up(like: Tensor, draw: torch.Generator, seed: int) -> Tensor:
         repeat(memory, torch.rand(min(DRAWN, len(memory)), generator=draw) < 0.7)
     else:
         memory.zero_()
-    return made
+    return tensor
 
 
 def flat(tensor: Tensor) -> Tensor:
@@ -107,23 +107,23 @@ class _Pairs:
     def __init__(self, draw: torch.Generator) -> None:
         self.draw = draw
 
-    def scale(self, *given: Tensor) -> None:
+    def scale(self, *tensors: Tensor) -> None:
         """Scale elements to many magnitudes."""
-        for t in given:
+        for t in tensors:
             if t.is_floating_point() and _is_plain(t):
                 memory = flat(t)
                 powers = torch.randint(0, len(_SIZES), (min(DRAWN, len(memory)),), generator=self.draw)
                 sizes = _SIZES[powers].to(t.device, t.dtype)
-                for some in memory.split(max(1, len(sizes))):
-                    some.mul_(sizes[: len(some)])
+                for block in memory.split(max(1, len(sizes))):
+                    block.mul_(sizes[: len(block)])
 
     def pair(self, same: Iterable[tuple[Tensor, int]], opposite: tuple[Tensor, int]) -> bool:
         """Make pairs of entries along a dimension equal in some tensors, opposite in another; False for size one."""
-        given = [*same, opposite]
+        tensors = [*same, opposite]
         size = opposite[0].shape[opposite[1]]
-        if size < 2 or not all(_is_plain(t) for t, _ in given):
+        if size < 2 or not all(_is_plain(t) for t, _ in tensors):
             return False
-        if len({(storage(t), t.storage_offset()) for t, _ in given}) < len(given):
+        if len({(storage(t), t.storage_offset()) for t, _ in tensors}) < len(tensors):
             return False
 
         # Pair places at random, but the middle one of an odd number. Of many places some at either end are paired at a
@@ -135,9 +135,9 @@ class _Pairs:
             count = min(most, half - begin)
             order = drawn[drawn < 2 * count].to(opposite[0].device)
             order += torch.where(order < count, begin, size - begin - 2 * count)
-            one, other = order[:count], order[count:]
-            for t, dim in given:
-                t.index_copy_(dim, other, t.index_select(dim, one).mul_(-1 if t is opposite[0] else 1))
+            places, partners = order[:count], order[count:]
+            for t, dim in tensors:
+                t.index_copy_(dim, partners, t.index_select(dim, places).mul_(-1 if t is opposite[0] else 1))
         if size % 2:
             opposite[0].select(opposite[1], size // 2).zero_()
         return True
@@ -180,8 +180,8 @@ def _convolution(pairs: _Pairs, x: Tensor, w: Tensor, bias: Tensor | None, *geom
         bias.zero_()
 
 
-def _convolution_backward(pairs: _Pairs, grad: Tensor, x: Tensor, w: Tensor, *others: Any) -> None:
-    *_, transposed, _, groups, wanted = others
+def _convolution_backward(pairs: _Pairs, grad: Tensor, x: Tensor, w: Tensor, *options: Any) -> None:
+    *_, transposed, _, groups, wanted = options
     if wanted[0]:
         _channels(pairs, grad, w, not transposed, groups)
     else:
@@ -193,7 +193,7 @@ def _over_images(pairs: _Pairs, grad: Tensor, x: Tensor) -> None:
     pairs.pair([(x, 0)], (grad, 0))
 
 
-def _sum(pairs: _Pairs, x: Tensor, dims: Any = None, *others: Any) -> None:
+def _sum(pairs: _Pairs, x: Tensor, dims: Any = None, *_: Any) -> None:
     pairs.scale(x)
     if x.is_floating_point():
         pairs.pair([], (x, dims[0] % x.dim() if dims else 0))
@@ -209,7 +209,9 @@ _RULES: dict[Any, Callable[..., bool | None]] = {
     **dict.fromkeys((aten.sum, aten.mean), _sum),
     aten.convolution: _convolution,
     aten.convolution_backward: _convolution_backward,
-    convolution_backward_input: lambda pairs, grad, w, *others: _channels(pairs, grad, w, not others[-3], others[-1]),
+    convolution_backward_input: lambda pairs, grad, w, *options: _channels(
+        pairs, grad, w, not options[-3], options[-1]
+    ),
     aten._native_batch_norm_legit_functional: lambda pairs, x, *_: pairs.pair([], (x, 0)),
     aten.native_batch_norm_backward: lambda pairs, grad, x, *_: _over_images(pairs, grad, x),
     aten._scaled_dot_product_flash_attention_for_cpu: _attention,

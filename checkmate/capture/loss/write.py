@@ -44,9 +44,9 @@ LOSS_SPLITS = (
 )  # from cheap to small
 
 
-def loss_splits_of(found: Iterable[Loss]) -> tuple[LossSplit, ...]:
+def loss_splits_of(step_losses: Iterable[Loss]) -> tuple[LossSplit, ...]:
     """Splits for these losses; if the step shows all logits, only splits that keep them."""
-    shown = [loss.shown for loss in found]
+    shown = [loss.shown for loss in step_losses]
     return tuple(split for split in LOSS_SPLITS if shown and (split.kept or not all(shown)))
 
 
@@ -65,13 +65,13 @@ def _write(graph: fx.Graph, loss: Loss, split: LossSplit) -> None:
     softmax, forward, backward = loss.softmax, loss.forward, loss.backward
     smooth = loss.row_sum is not None or loss.smoothing is not None
     form = Form(loss.ignore_index, softmax.meta["val"].dtype, *loss.steps, smooth, split.parts)
-    there, back = (*loss.before, *loss.after), (*loss.given, *loss.through)
-    y, weight, how = forward.args[1:4]
+    to_loss, back = (*loss.before, *loss.after), (*loss.given, *loss.through)
+    y, weight, reduction = forward.args[1:4]
     target, weights, u = y, None, None
 
     def chosen(sums: fx.Node, i: int) -> fx.Node:
         """A column of one of the results of `row_sums`, for the rows that reach the loss."""
-        return _rows(there, call(softmax, aten.unsqueeze.default, (call(softmax, aten.select.int, (sums, 0, i)), 1)))
+        return _rows(to_loss, call(softmax, aten.unsqueeze.default, (call(softmax, aten.select.int, (sums, 0, i)), 1)))
 
     with graph.inserting_before(forward):
         # Rows that are sliced away before the loss get the target ``ignore_index``.
@@ -85,23 +85,23 @@ def _write(graph: fx.Graph, loss: Loss, split: LossSplit) -> None:
             layer = Layer(None, None, None, target, loss.product)
 
         # The loss is that of one column of log-probabilities, the chosen ones.
-        made = softmax.meta["val"].new_empty((3 + form.smooth, loss.product.meta["val"].shape[0]))
-        sums = call(softmax, row_sums, (layer, form), val=made)
+        fake = softmax.meta["val"].new_empty((3 + form.smooth, loss.product.meta["val"].shape[0]))
+        sums = call(softmax, row_sums, (layer, form), val=fake)
         column = chosen(sums, 0)
         targets = call(forward, one_class, (y, form.ignore))
         if weight is not None:
             weights = call(forward, class_weights, (weight, y, form.ignore))
             forward.target = weighted_loss
-        forward.args = (column, targets, weights, how, form.ignore)
+        forward.args = (column, targets, weights, reduction, form.ignore)
         if loss.row_sum is not None:
             total = chosen(sums, 3)
             loss.row_sum.replace_all_uses_with(call(loss.row_sum, aten.select.int, (total, 1, 0)))
 
     with graph.inserting_before(min(loss.ends)):
         # Gradients of the chosen log-probabilities, and of all of a row with label smoothing, back at the layer's rows.
-        given, _, _, _, *rest = backward.args
+        of_loss, _, _, _, *options = backward.args
         val = torch.empty_like(column.meta["val"])
-        g = call(backward, aten.nll_loss_backward.default, (given, column, targets, None, *rest), val=val)
+        g = call(backward, aten.nll_loss_backward.default, (of_loss, column, targets, None, *options), val=val)
         if weights is not None:
             g = call(backward, aten.mul.Tensor, (g, weights))
         g = _rows(back, g)

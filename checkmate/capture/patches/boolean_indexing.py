@@ -91,12 +91,12 @@ def _by_place(tx: Any, key: Any) -> Any:
     """An index with places instead of masks; None if it has no known mask."""
     key = key.realize()
     indices: list[Any] = []
-    found = False
+    has_mask = False
     for index in [item.realize() for item in (key.items if isinstance(key, TupleVariable) else [key])]:
         columns = _places(tx, index) if _is_mask(index) else None
-        found = found or columns is not None
+        has_mask = has_mask or columns is not None
         indices += [index] if columns is None else columns.items
-    return TupleVariable(indices) if found else None
+    return TupleVariable(indices) if has_mask else None
 
 
 def _call_operator(plain: Callable[..., Any], self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
@@ -126,16 +126,18 @@ def _place(tx: Any, mask: Any, as_tuple: Any = None) -> Any:
     return _places(tx, mask.realize(), as_tuple is not None and as_tuple.as_python_constant())
 
 
-def _place_of_true(tx: Any, mask: Any, *others: Any) -> Any:
+def _place_of_true(tx: Any, mask: Any, *values: Any) -> Any:
     """``torch.where(mask)``."""
-    return None if others else _places(tx, mask)
+    return None if values else _places(tx, mask)
 
 
-def _called(how: Callable[..., Any], plain: Callable[..., Any], self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
+def _called(
+    handler: Callable[..., Any], plain: Callable[..., Any], self: Any, tx: Any, *args: Any, **kwargs: Any
+) -> Any:
     """Call one of these functions; ``self`` is a tensor where it is called as its method."""
-    given = [self, *args] if isinstance(self, TensorVariable) else [args[0].realize(), *args[1:]] if args else []
-    is_known = given and "out" not in kwargs and given[0].is_tensor()
-    result = how(tx, *given, **kwargs) if is_known else None
+    arguments = [self, *args] if isinstance(self, TensorVariable) else [args[0].realize(), *args[1:]] if args else []
+    is_known = arguments and "out" not in kwargs and arguments[0].is_tensor()
+    result = handler(tx, *arguments, **kwargs) if is_known else None
     return plain(self, tx, *args, **kwargs) if result is None else result
 
 
@@ -143,6 +145,6 @@ follow("BuiltinVariable._handle_insert_op_in_graph", _call_operator)
 put_in_place("x[mask]", lambda: BuiltinVariable.call_function_handler_cache.clear())  # of methods as they were
 follow_method("__setitem__", _set)
 follow_function(torch.where, partial(_called, _place_of_true))
-for name, how in (("masked_select", _select), ("nonzero", _place)):
-    follow_function(getattr(torch, name), partial(_called, how))
-    follow_method(name, partial(_called, how))
+for name, handler in (("masked_select", _select), ("nonzero", _place)):
+    follow_function(getattr(torch, name), partial(_called, handler))
+    follow_method(name, partial(_called, handler))

@@ -35,20 +35,20 @@ def _call_method(plain: Handler, self: Any, tx: Any, name: str, args: Any, kwarg
     if not isinstance(var, ContextVar) or kwargs:
         return plain(self, tx, name, args, kwargs)
     # Set and reset change what the capture knows.
-    known: dict[ContextVar[Any], Any] = vars(tx.output).setdefault(_VALUES, {})
+    variables: dict[ContextVar[Any], Any] = vars(tx.output).setdefault(_VALUES, {})
     if name == "set" and len(args) == 1:
-        before = known.get(var)
-        known[var] = args[0]
+        before = variables.get(var)
+        variables[var] = args[0]
         return TokenVariable(var, before)
     token = args[0].realize() if name == "reset" and len(args) == 1 else None
     if isinstance(token, TokenVariable) and token.var is var:
-        known[var] = token.before
+        variables[var] = token.before
         if token.before is None:
-            del known[var]
+            del variables[var]
         return VariableTracker.build(tx, None)
     # Get reads that, or else what the variable holds before the step, with a guard on it.
-    if name == "get" and var in known:
-        return known[var]
+    if name == "get" and var in variables:
+        return variables[var]
     if name == "get" and self.source is not None:
         try:
             value = var.get()
@@ -60,8 +60,8 @@ def _call_method(plain: Handler, self: Any, tx: Any, name: str, args: Any, kwarg
 
 def _end(plain: Handler, self: Any, *args: Any, **kwargs: Any) -> Any:
     """End a capture; refuse one that leaves a context variable set."""
-    if left := vars(self).get(_VALUES):
-        names = ", ".join(var.name for var in left)
+    if variables := vars(self).get(_VALUES):
+        names = ", ".join(var.name for var in variables)
         unimplemented(
             gb_type="A context variable is left set",
             context=names,

@@ -47,24 +47,24 @@ def _describe_backward(
 
 def _loss(plain: Any, self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
     """Capture a call of the loss with its lengths as numbers; None leaves it to Dynamo."""
-    given = {**_DEFAULTS, **dict(zip(_ARGUMENTS, args, strict=False)), **kwargs}
-    if len(args) > len(_ARGUMENTS) or given.keys() != set(_ARGUMENTS):
+    arguments = {**_DEFAULTS, **dict(zip(_ARGUMENTS, args, strict=False)), **kwargs}
+    if len(args) > len(_ARGUMENTS) or arguments.keys() != set(_ARGUMENTS):
         return None
-    log_probs, targets, input_lengths, target_lengths, *rest = [given[name] for name in _ARGUMENTS]
+    log_probs, targets, input_lengths, target_lengths, *options = [arguments[name] for name in _ARGUMENTS]
     if not log_probs.is_tensor() or log_probs.device.type != "cpu":
         return None
-    asked = [_numbers(tx, lengths.realize()) for lengths in (input_lengths, target_lengths)]
-    if None in asked:
+    answers = [_numbers(tx, lengths.realize()) for lengths in (input_lengths, target_lengths)]
+    if None in answers:
         return None
-    blank, reduction, zeroed = [a.as_python_constant() if isinstance(a, VariableTracker) else a for a in rest]
+    blank, reduction, zeroed = [a.as_python_constant() if isinstance(a, VariableTracker) else a for a in options]
     # Take the kernel without the mean, and the mean of its losses by the lengths.
     takes_mean = reduction in ("mean", get_enum("mean"))
-    how = 0 if takes_mean else get_enum(reduction) if isinstance(reduction, str) else reduction
-    called = log_probs.as_proxy(), targets.as_proxy(), *asked, blank, how, zeroed
+    kind = 0 if takes_mean else get_enum(reduction) if isinstance(reduction, str) else reduction
+    called = log_probs.as_proxy(), targets.as_proxy(), *answers, blank, kind, zeroed
     losses = wrap_fx_proxy(tx, tx.output.create_proxy("call_function", torch.ctc_loss, called, {}))
     if not takes_mean:
         return losses
-    numbers = VariableTracker.build(tx, torch.tensor).call_function(tx, [VariableTracker.build(tx, asked[1])], {})
+    numbers = VariableTracker.build(tx, torch.tensor).call_function(tx, [VariableTracker.build(tx, answers[1])], {})
     lengths = target_lengths.realize() if target_lengths.is_tensor() else numbers
     least = lengths.call_method(tx, "clamp_min", [VariableTracker.build(tx, 1)], {})
     return losses.call_method(tx, "div", [least], {}).call_method(tx, "mean", [], {})
@@ -79,15 +79,15 @@ def _numbers(tx: Any, lengths: Any) -> tuple[int, ...] | None:
     except CannotTellError:
         return None
     flat = lengths.call_method(tx, "reshape", [VariableTracker.build(tx, -1)], {})
-    each = [
+    elements = [
         flat.call_method(tx, "select", [VariableTracker.build(tx, n) for n in (0, i)], {}) for i in range(flat.size[0])
     ]
-    return tuple(decide(tx, length, int) for length in each)
+    return tuple(decide(tx, length, int) for length in elements)
 
 
 def _install() -> None:
-    for op, how in ((aten._ctc_loss.default, _describe), (aten._ctc_loss_backward.default, _describe_backward)):
-        op_implementations_checks.insert(0, (partial(operator.is_, op), how))  # before what refuses by a tag
+    for op, rule in ((aten._ctc_loss.default, _describe), (aten._ctc_loss_backward.default, _describe_backward)):
+        op_implementations_checks.insert(0, (partial(operator.is_, op), rule))  # before what refuses by a tag
 
 
 put_in_place("CTC's loss", _install)

@@ -57,41 +57,41 @@ def value_now(tx: Any, node: torch.fx.Node) -> Any:
     if tracer.parent is not None or node.graph is not tracer.graph:
         raise CannotTellError("it is asked within a checkpointed part or another function that is captured by itself")
     # The tensors of this call, and how often the step has written to each so far.
-    given, writes = {}, {}
+    values, writes = {}, {}
     versions = iter(getattr(tracer, "_input_versions_at_beginning", ()))
     for n in node.graph.find_nodes(op="placeholder"):
         described, argument = n.meta.get("example_value"), n.meta.get("grapharg")
         writes[n] = described._version - next(versions, 0) if isinstance(described, torch.Tensor) else 0
-        given[n] = None if argument is None else argument.example
+        values[n] = None if argument is None else argument.example
     context = tx.output.tracing_context.global_context
     before = context.global_state  # in which the graph is compiled later; asked within no_grad(), it would be no_grad()
     try:
         with tx.output.restore_global_state():
-            return evaluate(node, given, tx.output.nn_modules, writes)
+            return evaluate(node, values, tx.output.nn_modules, writes)
     finally:
         context.global_state = before
 
 
-def decide(tx: Any, asked: VariableTracker, kind: type[bool] | type[int] = bool) -> bool | int:
+def decide(tx: Any, question: VariableTracker, kind: type[bool] | type[int] = bool) -> bool | int:
     """Answer for this call, and add a guard for later calls."""
-    proxy = asked.as_proxy()
+    proxy = question.as_proxy()
     try:
         value = value_now(tx, proxy.node)
     except CannotTellError as reason:
-        sized = _where_sized(asked)
-        made = f" It is asked of a size, which depends on data since {sized}." if sized else ""
+        sized = _where_sized(question)
+        origin = f" It is asked of a size, which depends on data since {sized}." if sized else ""
         unimplemented(
             gb_type=ASKS,
             context=str(reason),
-            explanation=f"What it asks is answered before the step runs, and this cannot be: {reason}.{made}",
+            explanation=f"What it asks is answered before the step runs, and this cannot be: {reason}.{origin}",
             hints=[],
         )
     try:
-        found = kind(value)
+        answer = kind(value)
     except RuntimeError as error:  # of more than one element: plain PyTorch says the same
         raise_as_users(tx, RuntimeError, [str(error)])
-    tx.output.create_proxy("call_function", guard_on, (proxy, found), {})
-    return found
+    tx.output.create_proxy("call_function", guard_on, (proxy, answer), {})
+    return answer
 
 
 def raise_as_users(tx: Any, kind: type[Exception], args: list[Any]) -> Any:
@@ -103,14 +103,14 @@ def raise_as_users(tx: Any, kind: type[Exception], args: list[Any]) -> Any:
         raise
 
 
-def _where_sized(asked: VariableTracker) -> str | None:
+def _where_sized(question: VariableTracker) -> str | None:
     """The place where a tensor of this size was first made; None for a number read from a tensor."""
-    if not isinstance(asked, SymNodeVariable):
+    if not isinstance(question, SymNodeVariable):
         return None
-    symbols = free_unbacked_symbols(asked.sym_num)
-    for node in asked.as_proxy().node.graph.nodes:
-        made = node.meta.get("example_value")
-        if isinstance(made, torch.Tensor) and free_unbacked_symbols(made) & symbols:
+    symbols = free_unbacked_symbols(question.sym_num)
+    for node in question.as_proxy().node.graph.nodes:
+        value = node.meta.get("example_value")
+        if isinstance(value, torch.Tensor) and free_unbacked_symbols(value) & symbols:
             return where(node)
     return None
 
@@ -156,8 +156,8 @@ def _number(plain: Callable[..., Any], self: Any, *args: Any) -> Any:
 
 def _item(plain: Callable[..., Any], self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
     """Follow ``tensor.item()`` as a number; it becomes a guard once Python or a size needs it."""
-    known = tx.output.shape_env  # of this capture: torch.compile allows it with fullgraph=True only
-    known.settings = replace(known.settings, allow_scalar_outputs=True)
+    shape_env = tx.output.shape_env  # of this capture: torch.compile allows it with fullgraph=True only
+    shape_env.settings = replace(shape_env.settings, allow_scalar_outputs=True)
     return _known_number(tx, self)
 
 
@@ -183,13 +183,13 @@ def _numbers(plain: Callable[..., Any], self: Any, tx: Any) -> Any:
     """Answer ``tensor.tolist()``, if `_known_number` knows each element."""
     if self.ndim != 1 or not isinstance(self.size[0], int):
         return plain(self, tx)
-    known = []
+    numbers = []
     for i in range(self.size[0]):
         element = self.call_method(tx, "__getitem__", [VariableTracker.build(tx, i)], {})
         if (number := _known_number(tx, element)) is None:
             return plain(self, tx)
-        known.append(number)
-    return ListVariable(known, mutation_type=ValueMutationNew())
+        numbers.append(number)
+    return ListVariable(numbers, mutation_type=ValueMutationNew())
 
 
 def _element(plain: Callable[..., Any], self: Any, tx: Any, place: Any) -> Any:
@@ -209,8 +209,8 @@ def _is_index(value: VariableTracker) -> bool:
 
 def _compare(function: Any, plain: Callable[..., Any], self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
     """Answer a function of tensors that gives a Python bool; ``self`` is a tensor for a method."""
-    given = (self, *args) if isinstance(self, TensorVariable) else args
-    proxy = tx.output.create_proxy("call_function", function, *proxy_args_kwargs(given, kwargs))
+    arguments = (self, *args) if isinstance(self, TensorVariable) else args
+    proxy = tx.output.create_proxy("call_function", function, *proxy_args_kwargs(arguments, kwargs))
     return VariableTracker.build(tx, decide(tx, SymNodeVariable(proxy, None)))
 
 
@@ -224,8 +224,8 @@ def _compare_draws(plain: Callable[..., Any], self: Any, tx: Any, args: Any, kwa
 def _check_tensor(function: Any, plain: Callable[..., Any], self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
     """Evaluate one of PyTorch's checks, whose condition may be a tensor or a number from one."""
     names = ("error_type", "cond", "message") if function.__name__.endswith("_with") else ("cond", "message")
-    given = {**dict(zip(names, args, strict=False)), **kwargs}
-    condition = given.get("cond", given.get("condition"))
+    arguments = {**dict(zip(names, args, strict=False)), **kwargs}
+    condition = arguments.get("cond", arguments.get("condition"))
     if condition is None or not is_question(condition := condition.realize()):
         return plain(self, tx, *args, **kwargs)
     if condition.is_tensor() and "tensor_all" in function.__name__:
@@ -235,12 +235,12 @@ def _check_tensor(function: Any, plain: Callable[..., Any], self: Any, tx: Any, 
     if decide(tx, condition):
         return VariableTracker.build(tx, None)
     # It fails: raise what it raises in plain PyTorch.
-    error = given["error_type"].as_python_constant() if "error_type" in given else RuntimeError
-    message = given.get("message", VariableTracker.build(tx, "Expected cond to be True, but got False"))
+    error = arguments["error_type"].as_python_constant() if "error_type" in arguments else RuntimeError
+    message = arguments.get("message", VariableTracker.build(tx, "Expected cond to be True, but got False"))
     if function is _assert:
         return raise_as_users(tx, AssertionError, [message])
-    said = message if message.python_type() is str else message.call_function(tx, [], {})
-    return raise_as_users(tx, error, [said])
+    text = message if message.python_type() is str else message.call_function(tx, [], {})
+    return raise_as_users(tx, error, [text])
 
 
 def _translators(kind: Any = InstructionTranslatorBase) -> Iterator[Any]:

@@ -12,8 +12,8 @@ zero. Here the gradient of such an op is traced as one op, which leaves the choi
 runs.
 
 ``torch.linalg.svdvals`` and its like compute vectors if the gradient needs them, by another routine of LAPACK, which
-rounds otherwise. Of what is traced PyTorch takes it that a gradient may be needed (ATen's
-``_may_require_fw_or_bw_grad`` says yes to each subclass of a tensor); here it is asked of the tensor itself.
+rounds otherwise. PyTorch assumes that a traced tensor may need a gradient (ATen's ``_may_require_fw_or_bw_grad`` says
+yes to each subclass of a tensor); here the tensor itself is asked.
 
 Under a mode of the dispatcher the ops that a kernel calls in C++ read a lazy conjugate as if it was none: pinv of a
 complex matrix has other numbers there. AOTAutograd has such a mode around the first call of what it compiles, to look
@@ -81,13 +81,13 @@ def eager_kernels(step: fx.GraphModule) -> Iterator[None]:
     """Within the block, a step of Dynamo's is traced to the ops, and later called with the bits, of eager PyTorch."""
     packets = [getattr(aten, name) for name in dir(aten) if name.startswith(_PREFIXES)]
     inexact = [getattr(packet, overload) for packet in packets for overload in packet.overloads()]
-    kernels = {op: {key: one for key, one in op.py_kernels.items() if key not in _KEYS} for op in inexact}
+    kernels = {op: {key: kernel for key, kernel in op.py_kernels.items() if key not in _KEYS} for op in inexact}
     for op in inexact:
         if op._overloadname == "vec":
             kernels[op] |= dict.fromkeys(_KEYS, partial(upsample, getattr(aten, op._schema.name[6:]).default))
-    kernels[_DROPOUT] = {key: _dropout if key in _KEYS else one for key, one in _DROPOUT.py_kernels.items()}
-    kernels[_ISTFT] = {key: partial(_istft, one) for key, one in _ISTFT.py_kernels.items()}
-    kernels[_MATMUL] = {key: partial(_matmul, one) for key, one in _MATMUL.py_kernels.items()}
+    kernels[_DROPOUT] = {key: _dropout if key in _KEYS else kernel for key, kernel in _DROPOUT.py_kernels.items()}
+    kernels[_ISTFT] = {key: partial(_istft, kernel) for key, kernel in _ISTFT.py_kernels.items()}
+    kernels[_MATMUL] = {key: partial(_matmul, kernel) for key, kernel in _MATMUL.py_kernels.items()}
     kernels[_WHERE] = {**_WHERE.py_kernels, DispatchKey.CompositeImplicitAutograd: _where}
     described = [n.meta.get("example_value") for n in step.graph.nodes]
     is_complex = any(isinstance(value, Tensor) and value.is_complex() for value in described)
@@ -197,8 +197,8 @@ def gradient(op: str, grad: Tensor, x: Tensor, dims: list[int], keepdim: bool, d
     as_called = _ForceDispatchKeyGuard(included, excluded - by_autograd)
     with as_called, _DisablePythonDispatcher(), torch.enable_grad():  # it runs while a step is captured, too
         leaf = x.detach().requires_grad_()
-        (found,) = torch.autograd.grad(_call(op, leaf, dims, keepdim, dtype), leaf, grad)
-    return _empty(op, x).copy_(found)
+        (result,) = torch.autograd.grad(_call(op, leaf, dims, keepdim, dtype), leaf, grad)
+    return _empty(op, x).copy_(result)
 
 
 @gradient.register_fake
@@ -220,16 +220,16 @@ def _call(op: str, x: Tensor, dims: list[int], keepdim: bool, dtype: torch.dtype
 
 class _Reduction(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, op: str, x: Tensor, *rest: Any) -> Tensor:
+    def forward(ctx: Any, op: str, x: Tensor, *options: Any) -> Tensor:
         ctx.save_for_backward(x)
-        ctx.called = op, rest
+        ctx.called = op, options
         with _AutoDispatchBelowAutograd():
-            return _call(op, x, *rest)
+            return _call(op, x, *options)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        op, rest = ctx.called
-        return None, gradient(op, grad, *ctx.saved_tensors, *rest), None, None, None
+        op, options = ctx.called
+        return None, gradient(op, grad, *ctx.saved_tensors, *options), None, None, None
 
 
 def _reduce(op: str, x: Tensor, *dims: int, keepdim: bool = False, dtype: torch.dtype | None = None) -> Tensor:

@@ -2,7 +2,7 @@
 
 An `autograd.Function` that is given one tensor in several places has a gradient for each. Dynamo keeps one for each
 tensor; here every place but the first is given a view of it, so that autograd adds the gradients, in plain PyTorch's
-order. So is what Dynamo takes for a tensor that needs no gradient, and has come to need one.
+order. It is given a view, too, of a tensor that Dynamo takes to need no gradient, and that has come to need one.
 
 An intermediate that is given ``requires_grad_()``, or ``requires_grad = True``, is a leaf in plain PyTorch, which
 leaves a gradient with it. Dynamo refuses results that depend on one, since AOTAutograd computes gradients of the inputs
@@ -38,13 +38,13 @@ def refuse_lost_leaves(module: fx.GraphModule, inputs: Sequence[Any]) -> None:
     """Refuse ``requires_grad_()`` on intermediates that train nothing, or whose own gradient may be asked for."""
     # Nobody may ask for a leaf's own gradient.
     results = [n for n in module.graph.output_node().all_input_nodes if _requires_grad(n)]
-    kept = set(map(_storage, results))
+    shown = set(map(_storage, results))
     leaves = [*_leaves(module)]
-    for leaf, made in leaves:
+    for leaf, origin in leaves:
         hooked = any(getattr(user.target, "__name__", user.target) in _HOOKS for user in leaf.users)
-        if _requires_grad(leaf) and (hooked or _storage(leaf) in kept):
+        if _requires_grad(leaf) and (hooked or _storage(leaf) in shown):
             raise Unsupported(
-                f"{where(made)}: an intermediate is given requires_grad_() and its gradient is asked for, by a "
+                f"{where(origin)}: an intermediate is given requires_grad_() and its gradient is asked for, by a "
                 "hook or outside of the step. Only inputs, parameters and results have one of their own: compute "
                 "the intermediate outside, and pass it in with requires_grad_()."
             )
@@ -53,8 +53,8 @@ def refuse_lost_leaves(module: fx.GraphModule, inputs: Sequence[Any]) -> None:
     # A result has to depend on an input that needs a gradient, by what needs one.
     trained = {
         node
-        for node, given in zip(module.graph.find_nodes(op="placeholder"), inputs, strict=False)
-        if isinstance(given, torch.Tensor) and given.requires_grad
+        for node, tensor in zip(module.graph.find_nodes(op="placeholder"), inputs, strict=False)
+        if isinstance(tensor, torch.Tensor) and tensor.requires_grad
     }
     for node in module.graph.nodes:
         value = node.meta.get("example_value")
@@ -78,14 +78,14 @@ def _leaves(module: fx.GraphModule) -> Iterator[tuple[fx.Node, fx.Node]]:
         if node.op == "call_method" and node.target == "requires_grad_":
             yield node.args[0], node
         held = (getattr(module, str(n.target), None) for n in node.all_input_nodes if n.op == "get_attr")
-        for body in (one for one in held if isinstance(one, fx.GraphModule)):
+        for body in (part for part in held if isinstance(part, fx.GraphModule)):
             results: Any = body.graph.output_node().args[0]
-            for leaf, made in _leaves(body):
-                yield leaf, made
+            for leaf, origin in _leaves(body):
+                yield leaf, origin
                 for user in node.users:
                     result = results[user.args[1]] if user.target is operator.getitem else None
                     if isinstance(result, fx.Node) and _storage(leaf) == _storage(result):
-                        yield user, made
+                        yield user, origin
 
 
 def _storage(node: fx.Node) -> int:
@@ -141,16 +141,16 @@ def _end(plain: Handler, self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
     return plain(self, tx, *args, **kwargs)
 
 
-def _refuse_flag(variable: Any, needed: bool, what: str) -> None:
+def _refuse_flag(variable: Any, needed: bool, reason: str) -> None:
     name = readable(variable.source.name)
-    explanation = f"The step calls requires_grad_({needed}) on {name}, {what}."
+    explanation = f"The step calls requires_grad_({needed}) on {name}, {reason}."
     unimplemented(gb_type="A flag is changed", context=name, explanation=explanation, hints=[])
 
 
 def _apply(plain: Handler, self: Any, tx: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Call an `autograd.Function`; a tensor given twice is given as views."""
-    given, nodes = [*args], [a.as_proxy().node if a.is_tensor() else None for a in args]
-    for i in reversed(range(len(given))):  # autograd goes through nodes from the last made to the first
+    arguments, nodes = [*args], [a.as_proxy().node if a.is_tensor() else None for a in args]
+    for i in reversed(range(len(arguments))):  # autograd goes through nodes from the last made to the first
         if (node := nodes[i]) is None:
             continue
         # A view of what was written to since it was made may need a gradient now.
@@ -158,8 +158,8 @@ def _apply(plain: Handler, self: Any, tx: Any, args: Sequence[Any], kwargs: dict
         needs = not args[i].requires_grad and isinstance(value, torch.Tensor) and value.grad_fn is not None
         if needs or node in nodes[:i]:
             proxy = tx.output.create_proxy("call_method", "view_as", (args[i].as_proxy(),) * 2, {})
-            given[i] = wrap_fx_proxy(tx, proxy)
-    return plain(self, tx, given, kwargs)
+            arguments[i] = wrap_fx_proxy(tx, proxy)
+    return plain(self, tx, arguments, kwargs)
 
 
 follow("OutputGraph.compile_subgraph", _end)

@@ -69,14 +69,14 @@ def value_of(tx: Any, variable: Any) -> Any:
     return getattr(variable, "value", Described(f"<{variable.python_type_name()}>"))
 
 
-def _leave_out(tx: Any, who: str) -> VariableTracker:
+def _leave_out(tx: Any, function: str) -> VariableTracker:
     """Leave out a call that logs or prints, and say so once per place; as a warning for prints."""
     answer: Any = answer_now()
     place = f"{tx.f_code.co_filename}:{tx.lineno} in {tx.f_code.co_name}"
     if place not in answer.said:
         answer.said.add(place)
-        level = logging.WARNING if who == "print" else logging.INFO
-        log.log(level, "%s: the compiled step leaves out this call of %s", place, who)
+        level = logging.WARNING if function == "print" else logging.INFO
+        log.log(level, "%s: the compiled step leaves out this call of %s", place, function)
     return VariableTracker.build(tx, None)
 
 
@@ -145,8 +145,8 @@ def _call_class(plain: Handler, self: Any, tx: Any, args: Any, kwargs: Any) -> A
         ):
             raise
         error = _made(tx, self.value, args, kwargs)
-        given = [VariableTracker.build(tx, argument) for argument in error.args]
-        result = UserDefinedExceptionObjectVariable(error, init_args=given, mutation_type=AttributeMutationNew())
+        arguments = [VariableTracker.build(tx, argument) for argument in error.args]
+        result = UserDefinedExceptionObjectVariable(error, init_args=arguments, mutation_type=AttributeMutationNew())
     if isinstance(result, UserDefinedExceptionObjectVariable):
         _made_of[result] = (args, kwargs)
     return result
@@ -164,11 +164,11 @@ def _handle_exception(plain: Handler, self: Any, raised: Any) -> None:
         plain(self, raised)
     except Unsupported as error:
         try:
-            found = exception_of(self, current)
+            exception = exception_of(self, current)
         except Exception:  # of the user's constructor, for values that are only described here
             log.debug("cannot make the exception that the step raised", exc_info=True)
         else:
-            error.users, error.is_users = found, current in RAISED
+            error.users, error.is_users = exception, current in RAISED
         raise
 
 

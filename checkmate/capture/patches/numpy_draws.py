@@ -39,8 +39,8 @@ class DrawnArray(RandomValueSource):
 
 
 def _array(value: Any) -> np.ndarray[Any, Any] | None:
-    found = np.asarray(value) if isinstance(value, (np.ndarray, np.generic, bool, int, float)) else None
-    return found if found is not None and found.dtype.kind in "biuf" else None
+    array = np.asarray(value) if isinstance(value, (np.ndarray, np.generic, bool, int, float)) else None
+    return array if array is not None and array.dtype.kind in "biuf" else None
 
 
 def _handed_in(tx: Any, function: Callable[..., Any], args: Any, kwargs: Any) -> VariableTracker | None:
@@ -48,21 +48,21 @@ def _handed_in(tx: Any, function: Callable[..., Any], args: Any, kwargs: Any) ->
     if not all(a.is_python_constant() for a in (*args, *kwargs.values())):  # which Dynamo looks at from now on
         return None
     # Call it now, with NumPy's state as after earlier draws of this capture, and see what it gives.
-    given = [a.as_python_constant() for a in args], {name: a.as_python_constant() for name, a in kwargs.items()}
+    arguments = [a.as_python_constant() for a in args], {name: a.as_python_constant() for name, a in kwargs.items()}
     before, torchs = np.random.get_state(), torch.get_rng_state()  # noqa: NPY002  # the user's generators
     np.random.set_state(vars(tx.output).get(_AFTER, before))  # noqa: NPY002
     try:
-        value = function(*given[0], **given[1])
+        value = function(*arguments[0], **arguments[1])
         after = np.random.get_state()  # noqa: NPY002
     finally:
         np.random.set_state(before)  # noqa: NPY002
-    array, seeds = _array(value), any(function is one for one in _SEEDS)
+    array, seeds = _array(value), any(function is seeder for seeder in _SEEDS)
     if (array is None and not seeds) or bool((torch.get_rng_state() != torchs).any()):
         torch.set_rng_state(torchs)
         return None
     vars(tx.output)[_AFTER] = after
     if array is None:
-        tx.output.random_calls.append((function, *given))
+        tx.output.random_calls.append((function, *arguments))
         return VariableTracker.build(tx, None)
     place, expected = f"{tx.f_code.co_filename}:{tx.lineno}", (array.shape, array.strides, array.dtype)
 
@@ -74,7 +74,7 @@ def _handed_in(tx: Any, function: Callable[..., Any], args: Any, kwargs: Any) ->
 
     # Make the array an input, which Dynamo fills before each step as it does those of Python's generator.
     source = DrawnArray(len(tx.output.random_calls))
-    tx.output.random_calls.append((draw, *given))
+    tx.output.random_calls.append((draw, *arguments))
     example = torch.as_tensor(array)
     fixed = StatefulSymbolicContext(dynamic_sizes=[DimDynamic.STATIC] * array.ndim, tensor_source=source)
     tx.output.tracing_context.tensor_to_context[example] = fixed
@@ -98,18 +98,18 @@ def _only_draws(function: types.FunctionType) -> bool:
     """Tell whether a function, with those of its module that it calls, names NumPy's generator and not PyTorch."""
     draws, todo, seen = False, [function], set[Any]()
     while todo:
-        seen.add(one := todo.pop())
-        names = _names(one.__code__)
-        named = [one.__globals__.get(name) for name in names]
-        held = [*(one.__defaults__ or ()), *(one.__kwdefaults__ or {}).values()]
-        for cell in one.__closure__ or ():
+        seen.add(callee := todo.pop())
+        names = _names(callee.__code__)
+        named = [callee.__globals__.get(name) for name in names]
+        held = [*(callee.__defaults__ or ()), *(callee.__kwdefaults__ or {}).values()]
+        for cell in callee.__closure__ or ():
             with suppress(ValueError):  # it is filled later
                 held.append(cell.cell_contents)
         if any(map(_is_of_torch, (*named, *held))):
             return False
         draws |= "random" in names and any(value is np or value is np.random for value in named)
         functions = [value for value in named if isinstance(value, types.FunctionType)]
-        todo += [value for value in functions if value.__globals__ is one.__globals__ and value not in seen]
+        todo += [value for value in functions if value.__globals__ is callee.__globals__ and value not in seen]
     return draws
 
 

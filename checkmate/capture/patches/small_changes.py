@@ -91,8 +91,8 @@ def _convert(plain: Handler, self: Any, tx: Any, name: str, args: Any, kwargs: A
     """
     result = plain(self, tx, name, args, kwargs)
     if name in _CONVERT and type(result) is type(self):
-        made, given = (variable.as_proxy().node.meta["example_value"] for variable in (result, self))
-        return self if made is given else result
+        converted, original = (variable.as_proxy().node.meta["example_value"] for variable in (result, self))
+        return self if converted is original else result
     return result
 
 
@@ -127,17 +127,17 @@ def _describe(plain: Handler, node: Any, tx: Any, *args: Any, **kwargs: Any) -> 
     ``unsqueeze_``, is left out: a later write to such a view fails. Of tensors without elements the description of an
     op may check more than the kernel. And a backward is traced that never runs.
     """
-    given = node.all_input_nodes
+    inputs = node.all_input_nodes
     try:
         return plain(node, tx, *args, **kwargs)
     except (IndexError, TorchRuntimeError, FakeTensorObservedException) as error:
         _end_guards(error)
-        if (reason := _reason(given, tx, error)) is None:
+        if (reason := _reason(inputs, tx, error)) is None:
             raise
         name = getattr(node.target, "__name__", node.target)
-        found = re.search(r"got \w+\((.*)", str(error))  # PyTorch's own sentence
-        said = (found[1] if found else str(error).split("\n")[0]).strip(")'\"").rstrip(".')\"")
-        why = f"{name} {reason}" if reason == BY_JVP else f"PyTorch says: {said}. {reason}"
+        match = re.search(r"got \w+\((.*)", str(error))  # PyTorch's own sentence
+        words = (match[1] if match else str(error).split("\n")[0]).strip(")'\"").rstrip(".')\"")
+        why = f"{name} {reason}" if reason == BY_JVP else f"PyTorch says: {words}. {reason}"
         unimplemented(gb_type="What an op makes cannot be told", context=str(error), explanation=why, hints=[])
 
 
@@ -154,7 +154,7 @@ def _end_guards(error: BaseException | None) -> None:
             error = error.__context__  # which a cause is, too
 
 
-def _reason(given: list[Any], tx: Any, error: Exception) -> str | None:
+def _reason(inputs: list[Any], tx: Any, error: Exception) -> str | None:
     """The reason why a kernel may not have this error; None if it has it too."""
     if any(level.key() == TransformType.Jvp for level in retrieve_all_functorch_interpreters()):
         return BY_JVP
@@ -163,7 +163,7 @@ def _reason(given: list[Any], tx: Any, error: Exception) -> str | None:
     changes = [n.target for graph in (tracer.graph, root.graph) for n in graph.nodes if n.target in _CHANGE_SHAPES]
     if changes and (isinstance(error, IndexError) or within):
         return f"Before, {changes[0]} changed the shape of a tensor in place."
-    described = [n.meta.get("example_value") for n in given]
+    described = [n.meta.get("example_value") for n in inputs]
     if any(isinstance(x, torch.Tensor) and any(type(n) is int and n == 0 for n in x.shape) for x in described):
         return "It is given a tensor of no elements."
     while within and tx is not None and tx.f_code.co_name != "backward":

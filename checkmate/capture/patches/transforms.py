@@ -84,10 +84,10 @@ def _call_apply(plain: Handler, self: Any, tx: Any, args: Sequence[Any], kwargs:
     if levels != {TransformType.Grad}:
         _refuse(self, "within torch.func.jvp or vmap its own rules would be left out")
     # What a level does not differentiate, those around it may: have Dynamo follow the backward in any case.
-    given = [x.clone(requires_grad=True) if _may_need_gradient(x) else x for x in args]
+    arguments = [x.clone(requires_grad=True) if _may_need_gradient(x) else x for x in args]
     graph: fx.Graph = tx.output.current_tracer.graph
     before = set(graph.nodes)
-    result = plain(self, tx, given, kwargs)
+    result = plain(self, tx, arguments, kwargs)
     target = torch.ops.higher_order.autograd_function_apply
     for node in graph.find_nodes(op="call_function", target=target):
         if node in before:
@@ -109,8 +109,8 @@ def _guard_methods(variable: Any, needs_gradient: bool) -> None:
     for name in ("forward", "setup_context", "backward"):
         is_static = isinstance(getattr(variable.fn_cls, name), FunctionType)
         if needs_gradient and not is_static:
-            what = "is no @staticmethod. Write it as one, and pass what it reads of the class to apply()."
-            why = f"The {name} of {variable.fn_cls.__name__}, an autograd.Function, {what}"
+            reason = "is no @staticmethod. Write it as one, and pass what it reads of the class to apply()."
+            why = f"The {name} of {variable.fn_cls.__name__}, an autograd.Function, {reason}"
             unimplemented(gb_type="A method of a function of autograd", context=name, explanation=why, hints=[])
         if source is not None and is_static:
             install_guard(AttrSource(source, name).make_guard(GuardBuilder.ID_MATCH))

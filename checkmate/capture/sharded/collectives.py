@@ -47,14 +47,14 @@ def times_held(tensor: torch.Tensor) -> int:
     return count
 
 
-def reduce_in_place(tensor: torch.Tensor, how: Any, group: Any) -> None:
+def reduce_in_place(tensor: torch.Tensor, reduction: Any, group: Any) -> None:
     """Reduce a tensor over all ranks, in place."""
-    end(_reducing(tensor, how, group, lambda: tensor))
+    end(_reducing(tensor, reduction, group, lambda: tensor))
 
 
-def as_number(said: object) -> int:
+def as_number(words: object) -> int:
     """Hash words to a number, equal on each rank."""
-    return int.from_bytes(hashlib.sha256(repr(said).encode()).digest()[:7], "big")
+    return int.from_bytes(hashlib.sha256(repr(words).encode()).digest()[:7], "big")
 
 
 def same_on_all(number: int, device: torch.device, group: Any) -> bool:
@@ -100,55 +100,55 @@ def _rehearse_gather(x: torch.Tensor, size: int, group: Any) -> torch.Tensor:
     return gathered.clone() if x.device.type == "cpu" else gathered
 
 
-def _reduce(x: torch.Tensor, how: str, group: Any) -> Pending:
+def _reduce(x: torch.Tensor, reduction: str, group: Any) -> Pending:
     ranks, total = _resolve_process_group(group), _copy(x)
-    return _reducing(total, _reduction(how, total), ranks, lambda: _averaged(total, how, ranks.size()))
+    return _reducing(total, _reduction(reduction, total), ranks, lambda: _averaged(total, reduction, ranks.size()))
 
 
-def _reducing(total: torch.Tensor, how: Any, ranks: Any, result: Callable[[], torch.Tensor]) -> Pending:
+def _reducing(total: torch.Tensor, reduction: Any, ranks: Any, result: Callable[[], torch.Tensor]) -> Pending:
     """A launched reduction over ranks, in place; ``result`` makes its result."""
     held = times_held(total)
-    return Pending(dist.all_reduce(total.detach(), how, ranks, async_op=True), ((total, held),), result)
+    return Pending(dist.all_reduce(total.detach(), reduction, ranks, async_op=True), ((total, held),), result)
 
 
-def _scatter(x: torch.Tensor, how: str, size: int, group: Any) -> Pending:
+def _scatter(x: torch.Tensor, reduction: str, size: int, group: Any) -> Pending:
     ranks = _resolve_process_group(group)
     if x.device.type != "cpu":
         whole, part = x.contiguous(), torch.empty((x.shape[0] // size, *x.shape[1:]), dtype=x.dtype, device=x.device)
-        work = dist.reduce_scatter_tensor(part, whole, _reduction(how, x), ranks, async_op=True)
+        work = dist.reduce_scatter_tensor(part, whole, _reduction(reduction, x), ranks, async_op=True)
         return Pending(work, ((whole, 0),), lambda: part)
     total = _copy(x)
-    return _reducing(total, _reduction(how, total), ranks, partial(_part, total, ranks.rank(), how, size))
+    return _reducing(total, _reduction(reduction, total), ranks, partial(_part, total, ranks.rank(), reduction, size))
 
 
-def _part(total: torch.Tensor, rank: int, how: str, size: int) -> torch.Tensor:
-    return _averaged(total.chunk(size)[rank].clone(), how, size)
+def _part(total: torch.Tensor, rank: int, reduction: str, size: int) -> torch.Tensor:
+    return _averaged(total.chunk(size)[rank].clone(), reduction, size)
 
 
-def _rehearse_scatter(x: torch.Tensor, how: str, size: int, group: Any) -> torch.Tensor:
+def _rehearse_scatter(x: torch.Tensor, reduction: str, size: int, group: Any) -> torch.Tensor:
     if x.device.type != "cpu":
         return x.contiguous().chunk(size)[0].clone()
-    return _part(_copy(x), 0, how, size)
+    return _part(_copy(x), 0, reduction, size)
 
 
 def _copy(x: torch.Tensor) -> torch.Tensor:
     return x.clone(memory_format=torch.contiguous_format)
 
 
-def _reduction(how: str, x: torch.Tensor) -> Any:
+def _reduction(reduction: str, x: torch.Tensor) -> Any:
     """The reduction to ask of a backend; with gloo a mean is a sum, divided afterwards."""
-    return getattr(dist.ReduceOp, "SUM" if how == "avg" and x.device.type == "cpu" else how.upper())
+    return getattr(dist.ReduceOp, "SUM" if reduction == "avg" and x.device.type == "cpu" else reduction.upper())
 
 
-def _averaged(total: torch.Tensor, how: str, size: int) -> torch.Tensor:
-    return total.div_(size) if how == "avg" and total.device.type == "cpu" else total
+def _averaged(total: torch.Tensor, reduction: str, size: int) -> torch.Tensor:
+    return total.div_(size) if reduction == "avg" and total.device.type == "cpu" else total
 
 
 def _joined(name: str, begin: Callable[..., Pending], rehearse: Callable[..., torch.Tensor]) -> PlannedOp:
     """The op that launches a collective and waits for it; ``rehearse``: a silent one of the same cost."""
 
-    def run(x: torch.Tensor, *about: Any) -> torch.Tensor:
-        return end(begin(x, *about))
+    def run(x: torch.Tensor, *args: Any) -> torch.Tensor:
+        return end(begin(x, *args))
 
     return PlannedOp(name, run, lambda: rehearse, begin=begin, namespace=_NAMESPACE)
 
@@ -156,7 +156,7 @@ def _joined(name: str, begin: Callable[..., Pending], rehearse: Callable[..., to
 EXCHANGES = {
     "all_gather_into_tensor": _joined("all_gather_into_tensor", _gather, _rehearse_gather),
     "reduce_scatter_tensor": _joined("reduce_scatter_tensor", _scatter, _rehearse_scatter),
-    "all_reduce": _joined("all_reduce", _reduce, lambda x, how, group: _averaged(_copy(x), how, 2)),
+    "all_reduce": _joined("all_reduce", _reduce, lambda x, reduction, group: _averaged(_copy(x), reduction, 2)),
 }
 GATHER_AGAIN = replace(EXCHANGES["all_gather_into_tensor"], name="gather_parameter")  # the op that may run again
 

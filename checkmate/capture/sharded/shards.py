@@ -67,9 +67,9 @@ class Layout:
     def whole(self, shard: torch.Tensor) -> Any:
         """The `DTensor` that a rank has this shard of."""
         kind: Any = sys.modules["torch.distributed.tensor"].DTensor
-        about = {"shape": self.shape, "stride": self.stride, "run_check": False}
+        options = {"shape": self.shape, "stride": self.stride, "run_check": False}
         with torch.no_grad():
-            return kind.from_local(shard, self.mesh, self.placements, **about)
+            return kind.from_local(shard, self.mesh, self.placements, **options)
 
 
 @dataclass(eq=False)
@@ -92,11 +92,11 @@ class Shards(Around):
                 "The step gives a DTensor, which is more than what lies in this rank's memory. Have it give "
                 "result.to_local(), or result.full_tensor(); a loss is computed within the step."
             )
-        placeholders, given = module.graph.find_nodes(op="placeholder"), [*inputs]
+        placeholders, values = module.graph.find_nodes(op="placeholder"), [*inputs]
         for i in self.layouts:
             node, described = placeholders[i], local(placeholders[i].meta["example_value"])
             with described.fake_mode:
-                given[i] = described.detach().requires_grad_(inputs[i].requires_grad)
+                values[i] = described.detach().requires_grad_(inputs[i].requires_grad)
             for user in [*node.users]:
                 with module.graph.inserting_before(user):
                     whole = module.graph.call_function(self._maker(i), (node,))
@@ -104,7 +104,7 @@ class Shards(Around):
                 user.replace_input_with(node, whole)
         if self.layouts:
             module.recompile()
-        return given
+        return values
 
     def _maker(self, i: int) -> Callable[[torch.Tensor], Any]:
         def whole_of_shard(shard: torch.Tensor) -> Any:
@@ -131,8 +131,8 @@ class Shards(Around):
 
         With ``overlap`` links carry them, so that plans may have them go on beside other ops.
         """
-        given = {input_position(node): node for node in graph.find_nodes(op="placeholder")}
-        parameters = [given[i] for i in static if i in self.layouts and i in given]
+        by_position = {input_position(node): node for node in graph.find_nodes(op="placeholder")}
+        parameters = [by_position[i] for i in static if i in self.layouts and i in by_position]
         again = all(layout.is_even for layout in self.layouts.values())  # else the steps of ranks differ
         join_waits(graph, parameters, again=again, overlap=overlap)
 

@@ -47,7 +47,7 @@ class Attention(NamedTuple):
         return _SCALARS.get(self.scalar)
 
 
-def choose(asked: Attention, capability: tuple[int, int], cudnn: int) -> int:
+def choose(call: Attention, capability: tuple[int, int], cudnn: int) -> int:
     """Choose a kernel, by number, for a device of this compute capability; ``cudnn``: 91900 for version 9.19.0.
 
     >>> half = Attention(5, 1, 4, 12, 12, 12, 1024, 1024, 64, 64, 64, 0, 0, 1, 0, 1, 1)
@@ -63,62 +63,62 @@ def choose(asked: Attention, capability: tuple[int, int], cudnn: int) -> int:
         kernels.insert(0, (CUDNN, torch.backends.cuda.cudnn_sdp_enabled, _FLASH_FROM, _cudnn))
     version = tuple(map(int, torch.__version__.split(".")[:2]))
     fits = (
-        (asked.dims == 4 or (asked.dims == 3 and version >= UNBATCHED))
-        and asked.one_type
-        and asked.in_line
-        and min(asked.queries, asked.keys) > 0
+        (call.dims == 4 or (call.dims == 3 and version >= UNBATCHED))
+        and call.one_type
+        and call.in_line
+        and min(call.queries, call.keys) > 0
     )
     for kernel, is_enabled, since, takes in kernels if fits else ():
-        if is_enabled() and since <= capability <= _LAST and takes(asked, capability):
+        if is_enabled() and since <= capability <= _LAST and takes(call, capability):
             return kernel
     return MATH
 
 
-def _flash(asked: Attention, capability: tuple[int, int]) -> bool:
+def _flash(call: Attention, capability: tuple[int, int]) -> bool:
     consumer = (8, 6) <= capability <= (8, 9) or (12, 0) <= capability <= (12, 1)
-    too_wide = 192 < asked.head_dim <= 224 or (asked.head_dim > 224 and asked.dropout)
+    too_wide = 192 < call.head_dim <= 224 or (call.head_dim > 224 and call.dropout)
     return (
-        asked.dtype in _HALF
-        and not asked.masked
-        and asked.head_dim == asked.key_dim == asked.value_dim <= 256
-        and not (asked.trains and consumer and too_wide)
-        and not (asked.causal and asked.queries != asked.keys)
-        and _heads_match(asked)
+        call.dtype in _HALF
+        and not call.masked
+        and call.head_dim == call.key_dim == call.value_dim <= 256
+        and not (call.trains and consumer and too_wide)
+        and not (call.causal and call.queries != call.keys)
+        and _heads_match(call)
     )
 
 
-def _efficient(asked: Attention, capability: tuple[int, int]) -> bool:
-    half = asked.dtype in _HALF
+def _efficient(call: Attention, capability: tuple[int, int]) -> bool:
+    half = call.dtype in _HALF
     tensor_cores = capability >= (8, 0) or (capability >= (7, 0) and half)
     aligned = max(4 if capability >= (8, 0) else 1, (8 if half else 4) if tensor_cores else 1)
     return (
-        (asked.dtype in (torch.float16, torch.float32) or (asked.dtype is torch.bfloat16 and capability >= (8, 0)))
-        and asked.heads == asked.key_heads == asked.value_heads
-        and asked.head_dim == asked.key_dim > 0
-        and asked.value_dim > 0
-        and not asked.head_dim % aligned
-        and not asked.value_dim % aligned
+        (call.dtype in (torch.float16, torch.float32) or (call.dtype is torch.bfloat16 and capability >= (8, 0)))
+        and call.heads == call.key_heads == call.value_heads
+        and call.head_dim == call.key_dim > 0
+        and call.value_dim > 0
+        and not call.head_dim % aligned
+        and not call.value_dim % aligned
     )
 
 
-def _cudnn(asked: Attention, capability: tuple[int, int]) -> bool:
+def _cudnn(call: Attention, capability: tuple[int, int]) -> bool:
     deterministic = torch.are_deterministic_algorithms_enabled()
     most = 256 if capability == (9, 0) else 128
-    if capability[0] == 10 and (asked.head_dim, asked.value_dim) == (192, 128):
+    if capability[0] == 10 and (call.head_dim, call.value_dim) == (192, 128):
         most = 192
     return (
-        asked.dtype in _HALF
-        and _heads_match(asked)
-        and max(asked.head_dim, asked.value_dim) <= most
-        and not asked.head_dim % 8
-        and not asked.value_dim % 8
-        and asked.keys > 1
-        and not (asked.queries == 1 and asked.dropout)
+        call.dtype in _HALF
+        and _heads_match(call)
+        and max(call.head_dim, call.value_dim) <= most
+        and not call.head_dim % 8
+        and not call.value_dim % 8
+        and call.keys > 1
+        and not (call.queries == 1 and call.dropout)
         and (not deterministic or torch.is_deterministic_algorithms_warn_only_enabled())
     )
 
 
-def _heads_match(asked: Attention) -> bool:
-    if asked.grouped:
-        return asked.key_heads == asked.value_heads > 0 and not asked.heads % asked.key_heads
-    return asked.heads == asked.key_heads == asked.value_heads
+def _heads_match(call: Attention) -> bool:
+    if call.grouped:
+        return call.key_heads == call.value_heads > 0 and not call.heads % call.key_heads
+    return call.heads == call.key_heads == call.value_heads

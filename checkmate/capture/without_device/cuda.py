@@ -59,8 +59,8 @@ def as_on_cuda(capability: tuple[int, int]) -> Iterator[bool]:
     cudnn = torch.backends.cudnn.version() or CUDNN
 
     @_CHOICE
-    def chosen(asked: Any) -> int:
-        return choose(Attention(*asked[: len(Attention._fields)]), capability, cudnn)
+    def chosen(fields: Any) -> int:
+        return choose(Attention(*fields[: len(Attention._fields)]), capability, cudnn)
 
     common = torch.cuda.amp.common
     with _lock:

@@ -39,7 +39,7 @@ def next_averages(
 
 
 @next_averages.register_fake
-def _describe(x: Tensor, mean: Tensor, var: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+def _describe(x: Tensor, mean: Tensor, var: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     return torch.empty_like(mean), torch.empty_like(var)
 
 
@@ -62,9 +62,9 @@ def _forward(norm: Any, input: Tensor) -> Tensor:
 
 def _call(plain: Any, self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
     if self.fn is _FORWARD:
-        norm, *_ = given = [*self.self_args(), *args]
+        norm, *_ = arguments = [*self.self_args(), *args]
         if getattr(getattr(norm, "value", None), "momentum", 0) is None:
-            return VariableTracker.build(tx, _forward).call_function(tx, given, kwargs)
+            return VariableTracker.build(tx, _forward).call_function(tx, arguments, kwargs)
     return plain(self, tx, args, kwargs)
 
 

@@ -34,14 +34,14 @@ _CONTIGUOUS = {
 }
 
 
-def upsample(op: Any, x: Tensor, sizes: Sequence[Any] | None, *rest: Any) -> Tensor:
+def upsample(op: Any, x: Tensor, sizes: Sequence[Any] | None, *options: Any) -> Tensor:
     """Upsample by the kernel ``op`` to ``sizes``, or by factors, which are the last argument."""
-    *aligned, factors = rest
+    *aligned, factors = options
     return op(x, decompositions.upsample_compute_output_size(x.shape, sizes, factors), *aligned, *(factors or ()))
 
 
 def _describe_gradient(
-    mode: FakeTensorMode, op: Any, grad: Tensor, sizes: Sequence[Any], shape: Sequence[Any], *rest: Any
+    mode: FakeTensorMode, op: Any, grad: Tensor, sizes: Sequence[Any], shape: Sequence[Any], *_: Any
 ) -> Tensor:
     """The fake gradient of an upsampling's input, in the strides of the kernel's."""
     strides = suggest_memory_format(grad) if op in _IN_THE_FORMAT else torch.contiguous_format
@@ -65,8 +65,8 @@ def _pool_with_indices(
 ) -> tuple[Tensor, Tensor]:
     """The largest of each window of signals, and where they are."""
     rows = (1, *window), (1, *(stride or window)), (0, *padding), (1, *dilation)
-    largest, where = aten.max_pool2d_with_indices(x.unsqueeze(-2), *rows, ceil)
-    return largest.squeeze(-2), where.squeeze(-2)
+    largest, indices = aten.max_pool2d_with_indices(x.unsqueeze(-2), *rows, ceil)
+    return largest.squeeze(-2), indices.squeeze(-2)
 
 
 def _install() -> None:

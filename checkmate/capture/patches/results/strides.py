@@ -84,22 +84,22 @@ _VIEWS = {aten.view.default, aten._unsafe_view.default}
 _DESCRIBED_WRONG = _IN_ORDER | _BY_OPERANDS.keys() | _IN_THE_FORMAT | _CONTIGUOUS
 
 
-def _normalization(given: Mapping[str, Any]) -> list[torch.dtype | None]:
+def _normalization(arguments: Mapping[str, Any]) -> list[torch.dtype | None]:
     """Types of means and deviations: the input's, or float32 if mixed with parameters of another type."""
-    x, running = given["input"], [given[name] for name in ("running_mean", "running_var") if name in given]
-    parameter = next((p for p in (given["weight"], given["bias"], *running) if p is not None), x)
-    made = x.dtype if parameter.dtype == x.dtype else torch.float32
-    return [None, made, made, *(t.dtype for t in running)]
+    x, running = arguments["input"], [arguments[name] for name in ("running_mean", "running_var") if name in arguments]
+    parameter = next((p for p in (arguments["weight"], arguments["bias"], *running) if p is not None), x)
+    dtype = x.dtype if parameter.dtype == x.dtype else torch.float32
+    return [None, dtype, dtype, *(t.dtype for t in running)]
 
 
 _TYPES: dict[Any, Callable[[Mapping[str, Any]], list[torch.dtype | None]]] = {  # of results; None: as described
     aten.native_layer_norm.default: _normalization,
     aten.native_group_norm.default: _normalization,
-    aten.native_group_norm_backward.default: lambda given: [given["input"].dtype, None, None],
+    aten.native_group_norm_backward.default: lambda arguments: [arguments["input"].dtype, None, None],
     aten._native_batch_norm_legit_functional.default: _normalization,
     aten._native_batch_norm_legit.no_stats: _normalization,
-    aten.soft_margin_loss.default: lambda given: [given["self"].dtype],
-    aten.soft_margin_loss_backward.default: lambda given: [given["self"].dtype],
+    aten.soft_margin_loss.default: lambda arguments: [arguments["self"].dtype],
+    aten.soft_margin_loss_backward.default: lambda arguments: [arguments["self"].dtype],
 }
 
 
@@ -133,9 +133,9 @@ def eager_strides() -> Iterator[None]:
     repeated: Any = WeakTensorKeyDictionary()  # views of what is expanded, and windows
 
     def is_lost(tensor: FunctionalTensor) -> bool:  # a write to it: it is expanded, or a view of what is
-        known = [(n, step) for n, step in zip(tensor.shape, tensor.stride(), strict=True) if isinstance(n, int)]
-        expanded = any(n > 1 and isinstance(step, int) and not step for n, step in known)
-        return tensor in repeated or (expanded and all(n for n, _ in known))
+        sizes = [(n, step) for n, step in zip(tensor.shape, tensor.stride(), strict=True) if isinstance(n, int)]
+        expanded = any(n > 1 and isinstance(step, int) and not step for n, step in sizes)
+        return tensor in repeated or (expanded and all(n for n, _ in sizes))
 
     def keeping(mode: FunctionalTensorMode, op: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -171,10 +171,10 @@ def eager_strides() -> Iterator[None]:
                 raise RuntimeError(f"{_name(op)} writes to a tensor whose elements share memory")
         # Trace a write whose numbers or strides would be others as itself, into a copy.
         if rewrites:
-            given = tree_map_only(FunctionalTensor, FunctionalTensor.from_functional, (args, kwargs))
-            if _depends_on_strides(op, *given):
+            fakes = tree_map_only(FunctionalTensor, FunctionalTensor.from_functional, (args, kwargs))
+            if _depends_on_strides(op, *fakes):
                 write = draw_copy if torch.Tag.nondeterministic_seeded in op.tags else write_copy
-                _set(args[0], _record(write, (op, *given[0]), given[1]))
+                _set(args[0], _record(write, (op, *fakes[0]), fakes[1]))
                 return args[0]
         result = functional(mode, op, types, args, kwargs)
         if changes_shape:
@@ -249,9 +249,9 @@ def _record(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
 def written(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
     """The arguments that an op writes to, elements of lists each; tensors or nodes."""
     arguments = op._schema.arguments
-    given = [*zip((a.name for a in arguments), args, strict=False), *kwargs.items()]
+    pairs = [*zip((a.name for a in arguments), args, strict=False), *kwargs.items()]
     names = {a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write}
-    return [leaf for name, arg in given if name in names for leaf in tree_leaves(arg)]
+    return [leaf for name, arg in pairs if name in names for leaf in tree_leaves(arg)]
 
 
 def _set(tensor: FunctionalTensor, value: torch.Tensor) -> None:
@@ -286,18 +286,18 @@ def _normalize(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
     return output, *statistics
 
 
-def _strides_of_the_kernel(op: Any, given: Sequence[Any], result: torch.Tensor) -> tuple[int, ...]:
+def _strides_of_the_kernel(op: Any, values: Sequence[Any], result: torch.Tensor) -> tuple[int, ...]:
     """The strides of a CPU kernel's result that PyTorch's fake result lacks."""
     if op in _CONTIGUOUS:
         return tuple(make_contiguous_strides_for(result.shape))
-    arguments = dict(zip((a.name for a in op._schema.arguments), given, strict=False))
+    arguments = dict(zip((a.name for a in op._schema.arguments), values, strict=False))
     if op in _IN_THE_FORMAT:
         return torch.empty_like(result, memory_format=suggest_memory_format(arguments["self"])).stride()
     if op in _BY_OPERANDS:
-        given = [arguments[name] for name in _BY_OPERANDS[op]]
-        if given[0].shape != result.shape:  # a loss in one number
+        values = [arguments[name] for name in _BY_OPERANDS[op]]
+        if values[0].shape != result.shape:  # a loss in one number
             return result.stride()
-    operands = [x.expand(result.shape) for x in given if isinstance(x, torch.Tensor) and x.dim()]
+    operands = [x.expand(result.shape) for x in values if isinstance(x, torch.Tensor) and x.dim()]
     return tuple(compute_elementwise_output_strides(*operands)) if operands else result.stride()
 
 
@@ -321,15 +321,14 @@ def _as_eager_views(mode: FakeTensorMode, op: Any, args: Sequence[Any], result: 
 def _dispatch(mode: FakeTensorMode, op: Any, types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Give fake results the strides and types of the CPU's kernels."""
     results = _plain_dispatch(mode, op, types, args, kwargs)
-    # Types of results.
     if op in _TYPES and args[0].device.type == "cpu":
         names = [a.name for a in op._schema.arguments]
-        given = {**dict.fromkeys(names), **dict(zip(names, args, strict=False)), **kwargs}
-        made = results if isinstance(results, tuple) else (results,)
+        arguments = {**dict.fromkeys(names), **dict(zip(names, args, strict=False)), **kwargs}
+        outputs = results if isinstance(results, tuple) else (results,)
         with mode:
-            pairs = zip(made, _TYPES[op](given), strict=True)
+            pairs = zip(outputs, _TYPES[op](arguments), strict=True)
             typed = [x if x is None or kind in (None, x.dtype) else copied(x, kind) for x, kind in pairs]
-        return tuple(typed) if made is results else typed[0]
+        return tuple(typed) if outputs is results else typed[0]
     # Strides of views, and of what else is described with others than the kernel's.
     if op in _VIEWS and isinstance(results, FakeTensor):
         return _as_eager_views(mode, op, args, results)
