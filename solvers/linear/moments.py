@@ -67,6 +67,7 @@ CLEAR = 3e-3  # of the budget: what breaks it by less is a sign only if nothing 
 WORTH = 0.01  # of the plan's seconds: a moment that has the model pay less is not worth its variables
 ALIKE = 0.2  # of how much the best moment breaks the budget, or separates: one that does so by no less is as good
 SOON, TIMES = 1.0, 4.0  # a model in integers is solved soon within so many seconds, or times those of its relaxation
+NEAR, LONG = 0.02, 0.3  # so near the best plan few moments may close the gap: of the time left, for integers then
 COARSE = 0.2  # of the gap to the best plan: what models are solved to that others follow
 AT_ONCE = 24  # moments, up to which as many are added as separate repeated runs
 
@@ -125,7 +126,8 @@ def moment_bound(
         following = following_of(best)
         if not (best.infeasible or best.cut or problem.homes) and (soon or following == at):
             # In integers, as far as that is done soon; once no moment is lacking, as exactly as is asked for.
-            seconds, gap = max(SOON, TIMES * (clock.elapsed - begun)), max(task.gap, COARSE * incumbent.gap)
+            soonest = SOON if incumbent.gap > NEAR else max(SOON, LONG * clock.left)
+            seconds, gap = max(soonest, TIMES * (clock.elapsed - begun)), max(task.gap, COARSE * incumbent.gap)
             solved = _solve(task.within(min(clock.left, seconds), gap=gap), incumbent, x, at, cuts, best, on_runs)
             soon = not solved.cut
             best = solved if soon else replace(best, value=solved.value)
