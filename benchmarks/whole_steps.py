@@ -38,6 +38,7 @@ from benchmarks.peers.subjects import NETWORKS, Subject
 from checkmate.backends.tensor_state import differing, tensors_within
 from checkmate.errors import InfeasibleBudget
 from checkmate.memory import measure_peak
+from checkmate.solvers.search.min_budget import MinBudget
 from checkmate.updates.updates import Updates
 
 INTRO = """\
@@ -184,12 +185,12 @@ def floor(name: str, time_limit: float) -> Row:
         step, batch = GRAPHS[name]()
     parameters = [t for t in tensors_within(step) if isinstance(t, torch.nn.Parameter)]
 
-    def smallest(fn: Any) -> checkmate.solvers.search.min_budget.MinBudget:
+    def smallest(fn: Any) -> MinBudget:
         torch._dynamo.reset()
         problem = checkmate.trace(fn, *batch, profile=f"roofline:{DEVICE}")
         return checkmate.min_budget(replace(problem, next_split=None), time_limit=time_limit)
 
-    def whole(**options: Any) -> checkmate.solvers.search.min_budget.MinBudget:
+    def whole(**options: Any) -> MinBudget:
         return smallest(checkmate.training_step(step, _adamw(parameters), budget="1 TB", **options))
 
     state = Updates([_adamw(parameters)]).held_bytes

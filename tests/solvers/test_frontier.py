@@ -296,7 +296,7 @@ def test_it_prints_as_a_table_in_text_and_html() -> None:
     assert re.search(r"26\.0 s .*52\.94%.* optimal$", lines[2])
     assert len({line.index("milp") for line in lines[1:]}) == 1
     assert found._repr_html_().count("<tr>") == 4
-    assert isinstance(found, checkmate.solvers.frontier.Frontier)
+    assert isinstance(found, Frontier)
 
 
 def test_records_are_numbers_and_text_and_pandas_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
