@@ -95,8 +95,9 @@ def __getattr__(name: str) -> Any:
     if name in ("memory", "plot"):
         return import_module(f"checkmate.{name}")
     if name not in _LAZY:
-        place = f"; it is {__name__}.{_MOVED[name]}" if name in _MOVED else ""
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{place}")
+        module, _, attribute = f"{__name__}.{_MOVED.get(name, '')}".rpartition(".")
+        advice = f"; write from {module} import {attribute}" if attribute else ""
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{advice}")
     globals()[name] = attribute = getattr(import_module(_LAZY[name]), name)
     return attribute
 

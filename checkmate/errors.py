@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 
 class CheckmateError(Exception):
     """The base class of all errors that checkmate raises on purpose."""
@@ -33,6 +36,9 @@ class InfeasibleBudget(CheckmateError):
         self.budget = budget
         self.min_budget = min_budget
         self.op = op
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return partial(InfeasibleBudget, budget=self.budget, min_budget=self.min_budget, op=self.op), self.args
 
     def saying(self, words: str, budget: int | None = None, beside: int = 0) -> InfeasibleBudget:
         """The same refusal with more words, of a larger budget, if so many of its bytes were for something beside."""

@@ -8,7 +8,7 @@ eviction get stuck or let the wrong value go, this finds what they do not. (Beam
 decision diagram: Bergman, Cire, van Hoeve and Hooker, "Decision Diagrams for Optimization", 2016.)
 
 The states of a known plan go along, so that a detour from it counts as soon as it needs no more than the plan does.
-What a byte is worth in which stage nobody knows: where the plan is close to the budget it is worth more. So `Detours`
+What a byte is worth in which stage nobody knows: where the plan is close to the budget it is worth more. So `detours`
 draws the prices at random around that, again and again, and its beams become wider as narrow ones find nothing more.
 What a beam finds is improved by exchanges of single runs, and is the plan to go along with from then on.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import pickle
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 
 import checkmate
+from checkmate import errors
 from checkmate.core import answer
 from checkmate.core.plan import Plan
 from checkmate.core.problem import Problem
@@ -124,3 +126,11 @@ def test_a_compiled_step_is_told_where_its_solutions_are(plans: list[Solution]) 
 def test_a_report_takes_the_solution_first() -> None:
     with pytest.raises(TypeError, match=r"^The Solution comes first: checkmate.report\(solution, path\)\.$"):
         checkmate.report("plan.html", FOUND)
+
+
+@pytest.mark.parametrize("error", [errors.CheckmateError, *errors.CheckmateError.__subclasses__()])
+def test_an_error_comes_whole_from_another_process(error: type[Exception]) -> None:
+    about = {"budget": 1, "min_budget": 2, "op": "mm"} if error is errors.InfeasibleBudget else {}
+    there = error("no plan", **about)
+    here = pickle.loads(pickle.dumps(there))
+    assert (type(here), str(here), vars(here)) == (error, "no plan", about)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 from pathlib import Path
 
 import pytest
@@ -65,10 +66,10 @@ def test_every_public_name_is_there() -> None:
 
 
 def test_a_name_that_moved_is_found_by_the_error_of_who_writes_it() -> None:
-    for name, place in checkmate._MOVED.items():
-        with pytest.raises(AttributeError, match=rf"no attribute '{name}'; it is checkmate\.{place}$"):
+    for name in checkmate._MOVED:
+        with pytest.raises(AttributeError, match=f"no attribute '{name}'; write from ") as error:
             getattr(checkmate, name)
-        module, _, attribute = f"checkmate.{place}".rpartition(".")
+        module, attribute = re.findall(r"write from (\S+) import (\w+)$", str(error.value))[0]
         assert callable(getattr(importlib.import_module(module), attribute))
     with pytest.raises(AttributeError, match=r"no attribute 'fit'$"):
         _ = checkmate.fit
