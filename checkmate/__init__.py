@@ -69,7 +69,8 @@ _LAZY = {  # names that need PyTorch or a solver, by module
 }
 _MOVED = {  # names of before, which the error of whoever still writes them tells the place of
     "profile": "costs",
-    **{name: f"errors.{name}" for name in vars(errors) if name[0].isupper()},
+    **{error.__name__: f"errors.{error.__name__}" for error in errors.CheckmateError.__subclasses__()},
+    "CheckmateError": "errors.CheckmateError",
     **{
         name: f"{module}.{name}"
         for module, names in {

@@ -4,8 +4,8 @@
     -> the search backwards, which is exact where the graph is tiny
     -> the bound of more and more moments, then plans that keep what its models keep
     -> all passes of next use and their local search, where they had no time to end
-    -> detours from the best plan, backwards
     -> passes guided by the bound, beside the best of some plans of a small peak, and their local search
+    -> detours from the best plan, backwards
     -> neighbourhoods of the best plan, solved exactly
     -> the exact model, where the graph is small
 
@@ -274,11 +274,11 @@ STAGES = (
     # exact where no states are merged, as in most tiny graphs
     Stage("exact at once", lambda search, task: backward_bound(task, search.incumbent), 0.3, most_ops=50),
     Stage("bound", _bound, 0.3),
-    Stage("adapted", _adapted, 0.4),
+    Stage("adapted", _adapted, 0.3),
     Stage("all passes", _all_passes, 0.25),
-    Stage("detours", _detours, 0.3),
-    Stage("small plans", _small_plans, 0.4),
+    Stage("small plans", _small_plans, 0.5),
     Stage("guided", _guided, 0.4),
+    Stage("detours", _detours, 0.4),
     Stage("neighbourhoods", _neighbourhoods, 0.6),
     Stage("exact", lambda search, task: milp(task, search.incumbent), 1.0, most_ops=150),
 )
