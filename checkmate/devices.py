@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from checkmate.errors import HostError
-from checkmate.torch_internals.dispatcher import outside_tracing
+from checkmate.torch_internals.running import outside_tracing
 from checkmate.units import exact_bytes, format_bytes
 
 log = logging.getLogger("checkmate.host")

@@ -13,9 +13,8 @@ from contextvars import ContextVar
 
 import torch
 
-from checkmate.torch_internals import dispatcher
-from checkmate.torch_internals.descriptions import FunctionalTensor
-from checkmate.torch_internals.dynamo import allow_in_graph
+from checkmate.torch_internals import running
+from checkmate.torch_internals.capturing import FunctionalTensor, allow_in_graph
 
 Noted = Sequence[tuple[torch.Tensor, str]]  # tensors as they were traced, which keeps their storages apart, and names
 
@@ -43,12 +42,12 @@ def tag(x: torch.Tensor, name: str) -> torch.Tensor:
 @allow_in_graph
 def _note(x: torch.Tensor, name: str) -> torch.Tensor:
     noted = _noted.get()
-    if noted is None or dispatcher.is_traceable_wrapper_subclass(x):
+    if noted is None or running.is_traceable_wrapper_subclass(x):
         return x
-    if not dispatcher.functorch.is_functorch_wrapped_tensor(x):
+    if not running.functorch.is_functorch_wrapped_tensor(x):
         traced = x.elem if isinstance(x, FunctionalTensor) else x
-        is_functional = dispatcher._is_functional_tensor(traced)
-        noted.append((dispatcher._from_functional_tensor(traced) if is_functional else traced, name))
+        is_functional = running._is_functional_tensor(traced)
+        noted.append((running._from_functional_tensor(traced) if is_functional else traced, name))
     return x
 
 

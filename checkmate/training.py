@@ -27,7 +27,7 @@ from checkmate.capture.sharded.shards import is_shard
 from checkmate.compiler import CompiledStep, Planned, new_backend, refuse_what_is_no_step
 from checkmate.errors import Unsupported
 from checkmate.host import is_stand_in
-from checkmate.torch_internals.trees import tree_leaves, tree_map_only
+from checkmate.torch_internals.running import tree_leaves, tree_map_only
 from checkmate.torch_internals.versions import is_tried
 from checkmate.updates import averaging
 from checkmate.updates.all_reduce import as_their_modules, exchange_of, refuse_special, stand_aside, wrapped_in

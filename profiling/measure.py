@@ -56,7 +56,7 @@ from checkmate.profiling.one_op import attempt, call_of, device_of_op, key_of, r
 from checkmate.profiling.roofline import DEVICES, moved_bytes_of, roofline_seconds
 from checkmate.profiling.trial import ways_of
 from checkmate.statusline import showing
-from checkmate.torch_internals.dispatcher import outside_tracing
+from checkmate.torch_internals.running import outside_tracing
 
 log = logging.getLogger("checkmate.profiling")
 K = TypeVar("K")

@@ -34,7 +34,7 @@ import torch.fx as fx
 from checkmate.capture.nodes import target_name, tensors
 from checkmate.profiling.cost_cache import Costs, OpCost, conditions_on, load, store
 from checkmate.profiling.data_sheets import Device
-from checkmate.torch_internals.steps import _resolve_process_group
+from checkmate.torch_internals.running import _resolve_process_group
 
 ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE = "all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce"
 COLLECTIVES = (ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE)  # by PyTorch's names of the functional ones

@@ -33,9 +33,8 @@ from checkmate.capture.patches.recurrent import lstm_layer
 from checkmate.capture.provenance import where
 from checkmate.capture.random_draws import SAVES, Drawn, save_device_state
 from checkmate.memory.available import ran_out_of_memory
-from checkmate.torch_internals.aot import is_with_effects
-from checkmate.torch_internals.dispatcher import HigherOrderOperator, OpOverload
-from checkmate.torch_internals.trees import tree_map
+from checkmate.torch_internals.capturing import is_with_effects
+from checkmate.torch_internals.running import HigherOrderOperator, OpOverload, tree_map
 
 log = logging.getLogger("checkmate.profiling")
 aten = torch.ops.aten

@@ -29,7 +29,7 @@ from checkmate.profiling import cost_cache
 from checkmate.profiling.cost_cache import OpCost, OpKey
 from checkmate.profiling.measure import estimate, keys_of, measure_ops, recorded_bytes
 from checkmate.profiling.one_op import device_of_op, runs_alone
-from checkmate.torch_internals.dispatcher import OpOverload, outside_tracing
+from checkmate.torch_internals.running import OpOverload, outside_tracing
 
 aten = torch.ops.aten
 PRODUCTS = (aten.mm.default, aten.addmm.default, aten.bmm.default)

@@ -52,7 +52,7 @@ from checkmate.core.problem import Profile
 from checkmate.profiling.data_sheets import DEVICES as DEVICES  # where users find them
 from checkmate.profiling.data_sheets import Device
 from checkmate.profiling.mesh import collective_of, is_wait, layout_of_node, link_of
-from checkmate.torch_internals.dispatcher import HigherOrderOperator
+from checkmate.torch_internals.running import HigherOrderOperator
 
 aten = torch.ops.aten
 

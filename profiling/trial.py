@@ -53,7 +53,7 @@ from checkmate.core.problem import Profile
 from checkmate.memory.available import within_memory
 from checkmate.profiling.cost_cache import OpKey, conditions_on
 from checkmate.profiling.one_op import attempt, call_of, device_of_op, key_of
-from checkmate.torch_internals.dispatcher import outside_tracing
+from checkmate.torch_internals.running import outside_tracing
 
 log = logging.getLogger("checkmate.profiling")
 SETS = ("special", "finite", "usual")

@@ -48,16 +48,22 @@ from checkmate.core.solution import format_gap
 from checkmate.errors import InfeasibleBudget, Unsupported
 from checkmate.memory.meter import collecting_seldom
 from checkmate.statusline import showing
-from checkmate.torch_internals import steps
-from checkmate.torch_internals.aot import TracingContext, _is_primal
-from checkmate.torch_internals.dispatcher import outside_tracing
-from checkmate.torch_internals.dynamo import _debug_get_cache_entry_list, dynamo_config, reset_code, run
+from checkmate.torch_internals import running
+from checkmate.torch_internals.capturing import (
+    TracingContext,
+    _debug_get_cache_entry_list,
+    _is_primal,
+    dynamo_config,
+    reset_code,
+    run,
+)
+from checkmate.torch_internals.running import outside_tracing
 
 log = logging.getLogger("checkmate.backends.capture_cache")
 TRIES = 2  # to make sizes inputs: some are special, such as a multiple of eight
 _FORWARD, _BACKWARD = (  # hooks of all modules
-    (steps._global_forward_pre_hooks, steps._global_forward_hooks),
-    (steps._global_backward_pre_hooks, steps._global_backward_hooks),
+    (running._global_forward_pre_hooks, running._global_forward_hooks),
+    (running._global_backward_pre_hooks, running._global_backward_hooks),
 )
 _HOOKS = [hooks for hooks in (*_FORWARD, *_BACKWARD) if isinstance(hooks, dict)]  # others this PyTorch lacks
 MISS: Any = object()  # result of a captured function for a call without compiled code

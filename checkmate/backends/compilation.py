@@ -69,8 +69,13 @@ from checkmate.profiling.source import Source
 from checkmate.profiling.trial import runs_well
 from checkmate.statusline import showing
 from checkmate.tags import Noted, noting
-from checkmate.torch_internals.aot import TracingContext, _is_primal, aot_autograd, functorch_config
-from checkmate.torch_internals.inductor import inductor_config
+from checkmate.torch_internals.capturing import (
+    TracingContext,
+    _is_primal,
+    aot_autograd,
+    functorch_config,
+    inductor_config,
+)
 from checkmate.units import format_bytes
 from checkmate.updates.insert import Insert
 

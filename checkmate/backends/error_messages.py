@@ -17,7 +17,7 @@ from checkmate.backends.tensor_state import held_modules
 from checkmate.capture.number_inputs import CHOSEN, EXPERTS, OUTSIDE
 from checkmate.capture.provenance import is_users
 from checkmate.errors import CheckmateError, Unsupported
-from checkmate.torch_internals import dynamo
+from checkmate.torch_internals import capturing
 from checkmate.torch_internals.names import LEFT_OUT
 from checkmate.torch_internals.versions import is_tried
 
@@ -249,10 +249,10 @@ def explained(error: Exception, fn: Callable[..., Any]) -> Exception:
         advice = EXPERTS if _CHOICE.search(str(error)) else _FIXED
         return Unsupported(f"Cannot capture {name}: {_NUMBER}{place}\n{advice}")
     # The user's code fails, with checkmate or without: an op, what it raises itself, an argument of a wrong type.
-    if not isinstance(error, dynamo.TorchDynamoException):
+    if not isinstance(error, capturing.TorchDynamoException):
         return error
     log.debug("%s failed in capture", name, exc_info=error)
-    if isinstance(error, dynamo.TorchRuntimeError):
+    if isinstance(error, capturing.TorchRuntimeError):
         if _UNKNOWN_SIZE.search(_explanation(error)):
             return Unsupported(f"Cannot capture {name}: {_OF_DATA}.{place}\n{_advice(_OF_DATA, _ONE_GRAPH)}")
         kind = IndexError if "got IndexError(" in str(error) else RuntimeError  # plain PyTorch fails as well
@@ -270,7 +270,7 @@ def explained(error: Exception, fn: Callable[..., Any]) -> Exception:
     # Dynamo or AOTAutograd refuses. This version of PyTorch may be the reason.
     hint = "" if is_tried() else f"\ncheckmate has not been tried on PyTorch {torch.__version__}."
     hint += f"\nOn this PyTorch it leaves out: {', '.join(LEFT_OUT)} (checkmate doctor)." if LEFT_OUT else ""
-    if isinstance(error, (dynamo.Unsupported, dynamo.UserError)):
+    if isinstance(error, (capturing.Unsupported, capturing.UserError)):
         message, explanation = str(error).strip().splitlines()[0].strip(), _explanation(error)
         message = f"{message}. {explanation.strip()}{place}" if explanation else f"{message}{place}"
         # Within a backward, or a checkpoint, the advice is another one.

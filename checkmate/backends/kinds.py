@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from checkmate.torch_internals.dynamo import maybe_mark_dynamic
+from checkmate.torch_internals.capturing import maybe_mark_dynamic
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,7 @@ from checkmate.errors import InfeasibleBudget, SolverError
 from checkmate.memory.meter import collecting_seldom
 from checkmate.profiling.source import Source
 from checkmate.solvers.common.incumbent import again
-from checkmate.torch_internals.dispatcher import outside_tracing
+from checkmate.torch_internals.running import outside_tracing
 
 
 @dataclass(frozen=True, eq=False)

@@ -38,14 +38,14 @@ from checkmate.errors import SolverError
 from checkmate.solvers.background_search import Search
 from checkmate.solvers.common.incumbent import certify, contradicts
 from checkmate.statusline import showing
-from checkmate.torch_internals import aot
-from checkmate.torch_internals.aot import TracingContext
+from checkmate.torch_internals import capturing
+from checkmate.torch_internals.capturing import TracingContext
 from checkmate.units import format_seconds
 
 log = logging.getLogger("checkmate.solve")
 Write = Callable[[Solution], tuple[Any, Any] | None]
-_OF_SEVERAL = aot.SubclassGetAttrAOTInput, aot.SubclassGetAttrAOTOutput
-_TOKENS = aot.ForwardTokenAOTInput, aot.BackwardTokenAOTInput
+_OF_SEVERAL = capturing.SubclassGetAttrAOTInput, capturing.SubclassGetAttrAOTOutput
+_TOKENS = capturing.ForwardTokenAOTInput, capturing.BackwardTokenAOTInput
 
 
 @dataclass(frozen=True)

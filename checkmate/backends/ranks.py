@@ -43,9 +43,13 @@ from checkmate.core.solution import Query, Refusal, Solution, Solver, Status
 from checkmate.errors import SolverError, Unsupported
 from checkmate.solvers import plan_cache
 from checkmate.solvers.plan_cache import Record
-from checkmate.torch_internals.dispatcher import outside_tracing
-from checkmate.torch_internals.dynamo import OptimizedModule, dynamo_config, get_optimize_ddp_mode
-from checkmate.torch_internals.steps import _get_active_ddp_module, _get_default_store, _resolve_process_group
+from checkmate.torch_internals.capturing import OptimizedModule, dynamo_config, get_optimize_ddp_mode
+from checkmate.torch_internals.running import (
+    _get_active_ddp_module,
+    _get_default_store,
+    _resolve_process_group,
+    outside_tracing,
+)
 from checkmate.updates.all_reduce import AsItsModule, Exchange
 from checkmate.version import __version__
 

@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from checkmate.torch_internals.dynamo import _debug_get_cache_entry_list
+from checkmate.torch_internals.capturing import _debug_get_cache_entry_list
 
 _EQUALS = re.compile(r"^(?P<source>[LG]\[[^#]+?) == (?P<value>[^#]+?)\s*(?:#\s*(?P<line>.+?)\s*(?:\(HINT.*)?)?$")
 _OF_SHAPE = re.compile(r"\.(size|stride|storage_offset)\(\)")

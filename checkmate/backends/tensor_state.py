@@ -17,7 +17,7 @@ from torch import nn
 from checkmate.capture.device import main_device, same_random_state
 from checkmate.capture.sharded.shards import local
 from checkmate.memory import CPU
-from checkmate.torch_internals.trees import keystr, tree_flatten_with_path, tree_leaves
+from checkmate.torch_internals.running import keystr, tree_flatten_with_path, tree_leaves
 
 
 def tensors_within(things: Any) -> list[torch.Tensor]:

@@ -23,8 +23,8 @@ from checkmate.capture.nodes import input_position
 from checkmate.capture.provenance import where
 from checkmate.devices import kinds
 from checkmate.errors import Unsupported
-from checkmate.torch_internals.aot import InputMutationAOTOutput, _is_primal
-from checkmate.torch_internals.dispatcher import _enter_autocast, _exit_autocast
+from checkmate.torch_internals.capturing import InputMutationAOTOutput, _is_primal
+from checkmate.torch_internals.running import _enter_autocast, _exit_autocast
 
 aten = torch.ops.aten
 ENTER, EXIT = _enter_autocast, _exit_autocast

@@ -16,8 +16,8 @@ import torch.fx as fx
 from torch import Tensor
 
 from checkmate.capture.nodes import call
-from checkmate.torch_internals import kernels
-from checkmate.torch_internals.descriptions import suggest_memory_format
+from checkmate.torch_internals import running
+from checkmate.torch_internals.capturing import suggest_memory_format
 
 aten = torch.ops.aten
 
@@ -70,7 +70,7 @@ def is_for_cudnn(tensors: Sequence[fx.Node | None], training: bool, eps: float) 
             return False
         mean, var = weight, bias  # in training they may be missing; the question takes no None, and asks only that
     return (
-        kernels._select_batch_norm_backend(x, weight, bias, mean, var, training, eps) == kernels._BatchNormBackend.Cudnn
+        running._select_batch_norm_backend(x, weight, bias, mean, var, training, eps) == running._BatchNormBackend.Cudnn
     )
 
 
@@ -82,7 +82,7 @@ def reserve_bytes(x: Tensor) -> int:
     """
     if not torch.cuda.is_available():
         return -(-x.numel() // 8)
-    return int(kernels._get_cudnn_batch_norm_reserve_space_size(x, True))
+    return int(running._get_cudnn_batch_norm_reserve_space_size(x, True))
 
 
 def batch_norm(

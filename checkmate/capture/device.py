@@ -16,7 +16,7 @@ from checkmate.capture.random_draws import save_device_state
 from checkmate.devices import is_known, kind_of
 from checkmate.errors import Unsupported
 from checkmate.memory import CPU
-from checkmate.torch_internals.dispatcher import OpOverload, outside_tracing
+from checkmate.torch_internals.running import OpOverload, outside_tracing
 
 T = TypeVar("T")
 WAVERS = "wavers"  # in the meta of a node: it was tried, and left other bits when it ran again

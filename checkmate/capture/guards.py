@@ -33,7 +33,7 @@ from checkmate.capture.provenance import where
 from checkmate.capture.random_draws import draws
 from checkmate.errors import Unsupported
 from checkmate.host import is_stand_in
-from checkmate.torch_internals.dispatcher import HigherOrderOperator, TorchDispatchMode
+from checkmate.torch_internals.running import HigherOrderOperator, TorchDispatchMode
 
 WITHOUT_TENSORS = (torch.equal, torch.allclose, torch.is_nonzero)  # noqa: TID251  # no graph may hold their bools
 _NO_DATA = "it depends on tensors that have no data here, fake, on the meta device, or at home on the CPU with device="

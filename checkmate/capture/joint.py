@@ -39,7 +39,7 @@ from checkmate.capture.provenance import where
 from checkmate.core.graph import Graph, Op, Phase, Role, Value
 from checkmate.errors import Unsupported
 from checkmate.tags import Noted
-from checkmate.torch_internals.aot import InputMutationAOTOutput, _is_primal, is_with_effects
+from checkmate.torch_internals.capturing import InputMutationAOTOutput, _is_primal, is_with_effects
 
 NUMBERS = "handed_in_numbers"  # the op that stands for them
 

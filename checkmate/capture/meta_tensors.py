@@ -13,7 +13,7 @@ import torch.fx as fx
 
 from checkmate.capture.around import Around
 from checkmate.memory import meter
-from checkmate.torch_internals.descriptions import FakeTensor, MetaTensorDesc, MetaTensorDescriber
+from checkmate.torch_internals.capturing import FakeTensor, MetaTensorDesc, MetaTensorDescriber
 
 
 def is_fake(tensor: Any) -> bool:

@@ -14,8 +14,7 @@ import torch.fx as fx
 
 from checkmate.capture.patches.results import strides as layouts
 from checkmate.capture.random_draws import DRAWS, draws
-from checkmate.torch_internals.dispatcher import OpOverload
-from checkmate.torch_internals.trees import tree_leaves
+from checkmate.torch_internals.running import OpOverload, tree_leaves
 
 Reads = Callable[[fx.Node], Iterable[fx.Node]]  # the arguments that a node reads
 LINK = "checkmate_link"  # in the meta of a node: what carries it beside other ops, as in `Op.link`

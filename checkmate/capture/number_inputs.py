@@ -26,8 +26,15 @@ from checkmate.capture.patches.kernels import value_of
 from checkmate.capture.patches.results.strides import strides_of
 from checkmate.capture.provenance import where
 from checkmate.errors import Unsupported
-from checkmate.torch_internals.aot import _has_tag_is_backward, _is_primal, graph_compile, is_sym_node
-from checkmate.torch_internals.dynamo import RandomValueSource, auto_dynamic, builder
+from checkmate.torch_internals.capturing import (
+    RandomValueSource,
+    _has_tag_is_backward,
+    _is_primal,
+    auto_dynamic,
+    builder,
+    graph_compile,
+    is_sym_node,
+)
 
 Number = int | float
 CHOSEN = (

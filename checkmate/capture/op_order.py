@@ -32,11 +32,15 @@ from checkmate.capture.provenance import where
 from checkmate.capture.random_draws import SAVES
 from checkmate.capture.sharded.collectives import GATHER_AGAIN
 from checkmate.errors import Unsupported
-from checkmate.torch_internals import aot
-from checkmate.torch_internals.aot import _is_primal, _must_be_in_backward, is_sym_node, is_with_effects
+from checkmate.torch_internals import capturing
+from checkmate.torch_internals.capturing import _is_primal, _must_be_in_backward, is_sym_node, is_with_effects
 
-_INPUTS = aot.PlainAOTInput, aot.ParamAOTInput, aot.BufferAOTInput  # descriptions of them
-_FROM_OUTSIDE = aot._is_tangent, aot._is_bwd_seed_offset, aot._is_backward_state  # what a backward is handed
+_INPUTS = capturing.PlainAOTInput, capturing.ParamAOTInput, capturing.BufferAOTInput  # descriptions of them
+_FROM_OUTSIDE = (
+    capturing._is_tangent,
+    capturing._is_bwd_seed_offset,
+    capturing._is_backward_state,
+)  # what a backward is handed
 _BATCH_NORMS = {torch.ops.aten._native_batch_norm_legit_functional.default, cudnn.batch_norm}
 
 
@@ -62,7 +66,7 @@ class TracedStep:
         draws: Iterable[int] = (),
         parameters: Iterable[int] = (),
     ) -> None:
-        outputs = aot._extract_fwd_bwd_outputs(module, num_fwd_outputs=num_fwd_outputs)
+        outputs = capturing._extract_fwd_bwd_outputs(module, num_fwd_outputs=num_fwd_outputs)
         parts: list[tuple[Any, ...]] = [tuple(part) for part in outputs]
         # Results, nodes or constants, and AOTAutograd's descriptions of them.
         self.forward_outputs, self.backward_outputs, self.forward_descs, self.backward_descs = parts
@@ -75,7 +79,7 @@ class TracedStep:
         self.static_inputs = frozenset(static_inputs)
         self.input_names, self.parameters = input_names, frozenset(parameters)
         self.after_tangent = after_tangent(self.nodes)
-        mutations = [desc for desc in self.forward_descs if isinstance(desc, aot.InputMutationAOTOutput)]
+        mutations = [desc for desc in self.forward_descs if isinstance(desc, capturing.InputMutationAOTOutput)]
         at_return = {desc.mutated_input for desc in mutations if isinstance(desc.mutated_input, _INPUTS)}
         stored = [n for n in self.placeholders if n.meta.get("desc") in at_return]  # by AOTAutograd, outside the graph
         targets = (*(target for n in self.nodes for target in written(n)), *stored)
@@ -159,7 +163,7 @@ def split_forward_backward(step: TracedStep) -> tuple[list[fx.Node], list[fx.Nod
 
     # The forward's results depend on its ops, or these must run once before any gradient.
     early = [n for n in step.nodes if n in ops and n not in step.after_tangent]
-    must_run = (n for n in early if step.pinned(n) and not aot._has_tag_is_backward(n))
+    must_run = (n for n in early if step.pinned(n) and not capturing._has_tag_is_backward(n))
     forward = ancestors([*leaf_nodes(step.forward_outputs), *must_run])
     if clash := next((n for n in step.nodes if n in forward and n in step.after_tangent), None):
         raise Unsupported(f"{where(clash)}: {clash.name} of the forward depends on a gradient.")

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from checkmate.torch_internals.dispatcher import OpOverload
+from checkmate.torch_internals.running import OpOverload
 
 aten = torch.ops.aten
 DEVICE_STATE_BYTES = 16  # of an accelerator's generator: seed and offset

@@ -18,7 +18,7 @@ from checkmate.capture.patches.recurrent import LAYER, lstm_layer
 from checkmate.capture.patches.results.strides import draw_copy, lay_out
 from checkmate.capture.provenance import where
 from checkmate.errors import Unsupported
-from checkmate.torch_internals.dispatcher import OpOverload
+from checkmate.torch_internals.running import OpOverload
 
 aten = torch.ops.aten
 

@@ -26,9 +26,8 @@ from checkmate.capture.number_inputs import NotFree, Number
 from checkmate.capture.patches.kernels import value_of
 from checkmate.capture.provenance import source_name, where
 from checkmate.capture.rewrite import Unwritten
-from checkmate.torch_internals.aot import _is_primal, is_sym_node
-from checkmate.torch_internals.descriptions import FakeTensor, FakeTensorMode
-from checkmate.torch_internals.trees import tree_map
+from checkmate.torch_internals.capturing import FakeTensor, FakeTensorMode, _is_primal, is_sym_node
+from checkmate.torch_internals.running import tree_map
 
 aten = torch.ops.aten
 Sizes = tuple[int, ...]  # of a call, in the order of the inputs that stand for them

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch.autograd import graph
 
-from checkmate.torch_internals.engine import (
+from checkmate.torch_internals.running import (
     AccumulateGrad,
     _current_graph_task_id,
     _engine_run_backward,

@@ -26,8 +26,8 @@ from checkmate.capture.nodes import PlannedOp, target_name
 from checkmate.capture.provenance import is_users, where
 from checkmate.codegen.transfers import ending_calls
 from checkmate.errors import CheckmateError
-from checkmate.torch_internals import kernels
-from checkmate.torch_internals.dispatcher import OpOverload
+from checkmate.torch_internals import running
+from checkmate.torch_internals.running import OpOverload
 
 aten = torch.ops.aten
 Run = Callable[[list[Any]], Any]  # of inputs in one list
@@ -37,12 +37,12 @@ _CODES = WeakValueDictionary[bytes, CodeType]()  # by the text
 
 # Ops that PyTorch's generated Python bindings have under these names: the same ops, read two to five times as fast.
 _PRIVATE = (
-    (aten._adaptive_avg_pool2d.default, kernels._adaptive_avg_pool2d),
-    (aten._foreach_copy_.default, kernels._foreach_copy_),
-    (aten._log_softmax.default, kernels._log_softmax),
-    (aten._log_softmax_backward_data.default, kernels._log_softmax_backward_data),
-    (aten._softmax.default, kernels._softmax),
-    (aten._softmax_backward_data.default, kernels._softmax_backward_data),
+    (aten._adaptive_avg_pool2d.default, running._adaptive_avg_pool2d),
+    (aten._foreach_copy_.default, running._foreach_copy_),
+    (aten._log_softmax.default, running._log_softmax),
+    (aten._log_softmax_backward_data.default, running._log_softmax_backward_data),
+    (aten._softmax.default, running._softmax),
+    (aten._softmax_backward_data.default, running._softmax_backward_data),
 )
 _PUBLIC: tuple[tuple[Any, str], ...] = (
     (torch, "add.Tensor div.Tensor mul.Tensor sub.Tensor where.self mean.dim squeeze.dim sum.dim_IntList"),
@@ -50,7 +50,7 @@ _PUBLIC: tuple[tuple[Any, str], ...] = (
     (torch, "native_layer_norm.default neg.default permute.default relu.default sigmoid.default t.default"),
     (torch, "tanh.default unsqueeze.default select.int transpose.int"),
     (torch.Tensor, "expand.default view.default"),
-    (kernels._nn, "gelu.default hardtanh.default max_pool2d_with_indices.default silu.default"),
+    (running._nn, "gelu.default hardtanh.default max_pool2d_with_indices.default silu.default"),
 )
 _BINDINGS: dict[Any, Callable[..., Any]] = dict(_PRIVATE) | {
     getattr(getattr(aten, name), overload): getattr(home, name)

@@ -34,9 +34,8 @@ from checkmate.codegen.emit import Modules
 from checkmate.codegen.transfers import as_made
 from checkmate.codegen.undefined_gradients import before_backward, compiled_functions, without
 from checkmate.errors import Unsupported
-from checkmate.torch_internals.aot import ForwardTokenAOTInput, _is_primal, _is_tangent
-from checkmate.torch_internals.dispatcher import functorch
-from checkmate.torch_internals.engine import _current_autograd_node
+from checkmate.torch_internals.capturing import ForwardTokenAOTInput, _is_primal, _is_tangent
+from checkmate.torch_internals.running import _current_autograd_node, functorch
 
 aten = torch.ops.aten
 _BATCH = (  # ATen's should_fold, by which a batch of products becomes one product or stays a batch

@@ -31,9 +31,8 @@ from checkmate.codegen.boxed import Boxed
 from checkmate.codegen.writing_over import OVER, OWN, refuse_unwritable
 from checkmate.core.plan import Drop, Fetch, Free, Plan, Run, Send, Start, Step, Wait
 from checkmate.errors import SolverError
-from checkmate.torch_internals import aot
-from checkmate.torch_internals.aot import is_sym_node
-from checkmate.torch_internals.descriptions import FakeTensor
+from checkmate.torch_internals import capturing
+from checkmate.torch_internals.capturing import FakeTensor, is_sym_node
 
 AGAIN = "_again"  # in a node's name: an op that runs another time
 _CALLED = {Send: transfers.send, Wait: transfers.arrive, Fetch: transfers.fetch, Drop: transfers.drop}
@@ -92,12 +91,12 @@ def emit(
             going[step.value] = step
     # Find what the forward saves for the backward.
     before, after = steps[: plan.boundary], steps[plan.boundary :]
-    tangents = _placeholders(joint, aot._is_tangent, aot._is_bwd_seed_offset, aot._is_backward_state)
+    tangents = _placeholders(joint, capturing._is_tangent, capturing._is_bwd_seed_offset, capturing._is_backward_state)
     saved = sorted(_saved(joint, after, tangents), key=is_unchecked)  # AOTAutograd wants the unchecked last
     numbers = [*joint.step.given_numbers]  # and numbers after them, the same of each plan
     # Write both, the forward first.
-    kinds = (aot.SavedForBackwardsAOTOutput, aot.SavedForBackwardsNoVcCheckAOTOutput)
-    inputs = _placeholders(joint, aot._is_primal, aot._is_fwd_seed_offset)
+    kinds = (capturing.SavedForBackwardsAOTOutput, capturing.SavedForBackwardsNoVcCheckAOTOutput)
+    inputs = _placeholders(joint, capturing._is_primal, capturing._is_fwd_seed_offset)
     times: Counter[fx.Node] = Counter()
     first = _Writer(joint, inputs, times, homes=homes)
     call = first.begin(begin, plan) if plan.moves or homes else None

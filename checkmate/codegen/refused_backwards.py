@@ -25,9 +25,8 @@ from checkmate.capture.nodes import ancestors
 from checkmate.codegen.arrival_order import FIRST, arrivals
 from checkmate.codegen.undefined_gradients import DEPTH, before_backward
 from checkmate.errors import Unsupported
-from checkmate.torch_internals.aot import ForwardTokenAOTOutput, _is_tangent
-from checkmate.torch_internals.dispatcher import _is_any_autocast_enabled
-from checkmate.torch_internals.trees import tree_leaves
+from checkmate.torch_internals.capturing import ForwardTokenAOTOutput, _is_tangent
+from checkmate.torch_internals.running import _is_any_autocast_enabled, tree_leaves
 
 aten = torch.ops.aten
 _NO_GRADIENT = {aten.detach.default, aten.alias.default}

@@ -31,7 +31,7 @@ from checkmate.host import BLOCK, Home, Store, known_links, open_store
 from checkmate.host.homes import within
 from checkmate.memory.available import free_there
 from checkmate.memory.report import HostUse
-from checkmate.torch_internals.dispatcher import outside_tracing
+from checkmate.torch_internals.running import outside_tracing
 from checkmate.units import exact_bytes
 
 _LEFT = "Nobody could ask for this backward any more, and what waited in the second memory for it was let go of."

@@ -21,9 +21,12 @@ from checkmate.capture.around import Around
 from checkmate.capture.autocast import Copies, autocast_as_found, is_kept, within_region
 from checkmate.codegen.undefined_gradients import before_backward, compiled_functions
 from checkmate.errors import Unsupported
-from checkmate.torch_internals.dispatcher import TorchDispatchMode, _make_wrapper_subclass
-from checkmate.torch_internals.engine import _will_engine_execute_node
-from checkmate.torch_internals.trees import tree_map_only
+from checkmate.torch_internals.running import (
+    TorchDispatchMode,
+    _make_wrapper_subclass,
+    _will_engine_execute_node,
+    tree_map_only,
+)
 
 aten = torch.ops.aten
 _USERS = "checkmate: backwards of steps"  # in the meta data of a copy's node of autograd

@@ -27,7 +27,7 @@ from checkmate.core.graph import Graph
 from checkmate.core.plan import Drop, Plan, Send
 from checkmate.errors import HostError, Unsupported
 from checkmate.host import HOMES, home_of, rounded
-from checkmate.torch_internals.dispatcher import functorch
+from checkmate.torch_internals.running import functorch
 
 IS_CALL = "is_call"  # in the meta data of the placeholder through which a backward is told its call
 

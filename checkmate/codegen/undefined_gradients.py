@@ -26,9 +26,8 @@ from checkmate.capture.patches.small_changes import here
 from checkmate.capture.rewrite import without_dead_code
 from checkmate.codegen.writing_over import IN_PLACE_OF
 from checkmate.errors import Unsupported
-from checkmate.torch_internals.aot import InputMutationAOTOutput, PlainAOTInput, TangentAOTInput, _is_tangent
-from checkmate.torch_internals.dispatcher import OpOverload
-from checkmate.torch_internals.trees import tree_leaves
+from checkmate.torch_internals.capturing import InputMutationAOTOutput, PlainAOTInput, TangentAOTInput, _is_tangent
+from checkmate.torch_internals.running import OpOverload, tree_leaves
 
 aten = torch.ops.aten
 _OVERWRITTEN = (

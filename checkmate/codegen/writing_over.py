@@ -29,15 +29,16 @@ from checkmate.capture.inplace.rules import call_over, positions
 from checkmate.capture.nodes import is_view, storages
 from checkmate.codegen.boxed import Calls, Detached, Run, boxed, takes_one_list, when_asked
 from checkmate.errors import SolverError
-from checkmate.torch_internals.dispatcher import (
+from checkmate.torch_internals.running import (
+    NAMES,
     DeviceContext,
     _get_current_dispatch_mode_stack,
     _get_current_function_mode_stack,
     _len_torch_dispatch_stack,
     _len_torch_function_stack,
+    _storage_Use_Count,
     functorch,
 )
-from checkmate.torch_internals.engine import NAMES, _storage_Use_Count
 
 aten = torch.ops.aten
 _AOT_AUTOGRAD = "torch._functorch._aot_autograd.runtime_wrappers"

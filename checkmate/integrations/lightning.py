@@ -19,7 +19,7 @@ from checkmate.backends.planner import Bytes, CompileOptions, Options
 from checkmate.errors import Unsupported
 from checkmate.integrations.planned_call import Loop, PlannedCall, largest_batch, plan_call
 from checkmate.sizes.largest_batch import LargestBatch
-from checkmate.torch_internals.trees import tree_leaves
+from checkmate.torch_internals.running import tree_leaves
 
 Part = Literal["training_step", "forward"]
 _LOGGING = ("log", "log_dict")

@@ -30,7 +30,7 @@ from checkmate.errors import InfeasibleBudget, Unsupported
 from checkmate.memory import aside, measure_peak
 from checkmate.sizes.largest_batch import LargestBatch
 from checkmate.sizes.max_batch_size import max_batch_size
-from checkmate.torch_internals.dynamo import OptimizedModule
+from checkmate.torch_internals.capturing import OptimizedModule
 from checkmate.tracing import traced
 from checkmate.units import exact_bytes, format_bytes, parse_bytes
 from checkmate.updates.optimizers import Update

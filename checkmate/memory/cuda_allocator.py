@@ -29,7 +29,7 @@ import numpy as np
 import torch
 
 from checkmate.memory.lives import Lives
-from checkmate.torch_internals.kernels import _snapshot
+from checkmate.torch_internals.running import _snapshot
 
 BLOCK = 512  # bytes: sizes are multiples of it (kMinBlockSize)
 SMALL = 1 << 20  # up to this size blocks are in the small pool (kSmallSize)

@@ -28,7 +28,7 @@ from torch.profiler import ProfilerActivity, profile
 from checkmate.devices import REQUESTED, is_known, requested
 from checkmate.errors import Unsupported
 from checkmate.memory.cuda_allocator import DeviceState
-from checkmate.torch_internals.engine import _autograd, _profiler, autograd_profiler
+from checkmate.torch_internals.running import _autograd, _profiler, autograd_profiler
 
 CPU = torch.device("cpu")
 YOUNG = 1  # generation of garbage

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from checkmate.core import files
-from checkmate.torch_internals.engine import _GLIBCXX_USE_CXX11_ABI
+from checkmate.torch_internals.running import _GLIBCXX_USE_CXX11_ABI
 
 FLAGS = ("-O2", "-fPIC", "-shared", "-std=c++20")  # as PyTorch compiles extensions
 COMPILERS = ("g++", "clang++", "c++")  # unless the environment variable CXX names one

@@ -8,7 +8,7 @@ import torch
 
 from checkmate.capture.nodes import storage
 from checkmate.errors import Unsupported
-from checkmate.torch_internals.trees import tree_leaves, tree_map_only
+from checkmate.torch_internals.running import tree_leaves, tree_map_only
 from checkmate.tracing import Batch
 
 

@@ -34,7 +34,7 @@ from checkmate.errors import CheckmateError, HostError, Unsupported
 from checkmate.memory import measure_peak
 from checkmate.solvers.common.incumbent import again
 from checkmate.statusline import showing
-from checkmate.torch_internals.trees import tree_leaves
+from checkmate.torch_internals.running import tree_leaves
 from checkmate.tracing import Batch, OpenTrace, traced
 from checkmate.training import TrainingStep
 

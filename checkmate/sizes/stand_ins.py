@@ -16,8 +16,7 @@ from torch import nn, optim
 
 from checkmate.backends.tensor_state import modules_within
 from checkmate.errors import Unsupported
-from checkmate.torch_internals.dispatcher import TorchDispatchMode
-from checkmate.torch_internals.trees import tree_leaves, tree_map_only
+from checkmate.torch_internals.running import TorchDispatchMode, tree_leaves, tree_map_only
 
 META = torch.device("meta")
 AT_ONCE = "foreach"  # the setting of optimizers that update all parameters by one op

@@ -77,7 +77,7 @@ class _Lacking(type):
 class Table:
     """The names of one part of PyTorch.
 
-    >>> from checkmate.torch_internals.trees import NAMES
+    >>> from checkmate.torch_internals.running import NAMES
     >>> NAMES.get("tree_leaves")([1, [2]])
     [1, 2]
     """

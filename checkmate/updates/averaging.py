@@ -20,7 +20,7 @@ from torch.optim.swa_utils import AveragedModel
 from checkmate.capture.meta_tensors import is_fake
 from checkmate.errors import Unsupported
 from checkmate.memory import aside, measure_peak
-from checkmate.torch_internals.dispatcher import outside_tracing
+from checkmate.torch_internals.running import outside_tracing
 
 
 class Average:

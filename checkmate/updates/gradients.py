@@ -32,8 +32,8 @@ from torch import nn, optim
 
 from checkmate.capture.nodes import Held
 from checkmate.errors import Unsupported
-from checkmate.torch_internals import kernels
-from checkmate.torch_internals.kernels import _amp_foreach_non_finite_check_and_unscale_, _foreach_norm
+from checkmate.torch_internals import running
+from checkmate.torch_internals.running import _amp_foreach_non_finite_check_and_unscale_, _foreach_norm
 from checkmate.units import check_positive
 from checkmate.updates.optimizers import parameters_of
 
@@ -258,5 +258,5 @@ def order_of(gradients: Sequence[torch.Tensor]) -> list[int]:
     if len({g.dtype for g in gradients}) == 1:
         return [*range(len(gradients))]
     like: Any = [torch.empty(0, dtype=g.dtype, device=g.device) for g in gradients]
-    groups = kernels._group_tensors_by_device_and_dtype([like], with_indices=True)
+    groups = running._group_tensors_by_device_and_dtype([like], with_indices=True)
     return [i for _, positions in groups.values() for i in positions]

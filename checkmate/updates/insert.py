@@ -25,7 +25,7 @@ from checkmate.capture.patches.results.strides import lay_out, obeys_layout
 from checkmate.capture.provenance import where
 from checkmate.capture.sharded.shards import local
 from checkmate.errors import Unsupported
-from checkmate.torch_internals.aot import _is_primal
+from checkmate.torch_internals.capturing import _is_primal
 from checkmate.updates import operations
 from checkmate.updates.all_reduce import INSTEAD
 from checkmate.updates.gradients import largest_of, norm_of

@@ -37,9 +37,12 @@ from checkmate.capture.sharded.shards import Layout, is_shard, local
 from checkmate.errors import Unsupported
 from checkmate.host import home_of
 from checkmate.memory import CPU, aside, measure_peak
-from checkmate.torch_internals.dispatcher import outside_tracing
-from checkmate.torch_internals.steps import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
-from checkmate.torch_internals.trees import tree_leaves
+from checkmate.torch_internals.running import (
+    _global_optimizer_post_hooks,
+    _global_optimizer_pre_hooks,
+    outside_tracing,
+    tree_leaves,
+)
 from checkmate.updates.per_parameter import is_named, known, name_of, refuse_wrappers, step_one
 
 _INSTEAD = (

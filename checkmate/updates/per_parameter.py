@@ -22,7 +22,7 @@ import torch
 from torch import optim
 
 from checkmate.errors import Unsupported
-from checkmate.torch_internals.trees import tree_leaves
+from checkmate.torch_internals.running import tree_leaves
 
 SUPPORTED = (
     *(optim.ASGD, optim.Adadelta, optim.Adafactor, optim.Adagrad, optim.Adam, optim.AdamW, optim.Adamax, optim.Muon),

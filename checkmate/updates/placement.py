@@ -20,7 +20,7 @@ from checkmate.host import home_of
 from checkmate.host.homes import LEAST, within
 from checkmate.host.pinned_homes import Pinned, pin_storage
 from checkmate.memory import CPU
-from checkmate.torch_internals.trees import tree_map_only
+from checkmate.torch_internals.running import tree_map_only
 from checkmate.updates.gradients import Sums
 from checkmate.updates.optimizers import parameters_of
 

@@ -32,7 +32,7 @@ from checkmate.core.solution import Solution
 from checkmate.errors import VerificationError
 from checkmate.memory import CPU, MemoryUse, measure_peak
 from checkmate.memory.cuda_allocator import EXPANDABLE, Used
-from checkmate.torch_internals.trees import tree_leaves, tree_map_only
+from checkmate.torch_internals.running import tree_leaves, tree_map_only
 from checkmate.units import exact_bytes, format_bytes
 from checkmate.updates.optimizers import parameters_of
 from checkmate.updates.per_parameter import known

@@ -30,7 +30,7 @@ from checkmate.core.graph import MAX_BYTES
 from checkmate.core.problem import Profile
 from checkmate.core.solution import Solution
 from checkmate.solvers.solve import solve
-from checkmate.torch_internals.dispatcher import DispatchKey, OpOverload, TorchDispatchMode, _SetExcludeDispatchKeyGuard
+from checkmate.torch_internals.running import DispatchKey, OpOverload, TorchDispatchMode, _SetExcludeDispatchKeyGuard
 
 Step = Callable[..., Any]
 Capture = Callable[[Backend], Step]  # of the same step by a backend

@@ -27,7 +27,7 @@ from checkmate.core.rules import with_rules, without_rules
 from checkmate.core.simulator import check_plan
 from checkmate.errors import InfeasibleBudget
 from checkmate.memory import measure_peak
-from checkmate.torch_internals.descriptions import FakeTensor
+from checkmate.torch_internals.capturing import FakeTensor
 from tests.support.bits import assert_same_bits
 from tests.support.stepping import left_by
 from tests.support.whole_steps import plain_step

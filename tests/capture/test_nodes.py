@@ -9,7 +9,7 @@ import torch.fx as fx
 
 from checkmate.capture.nodes import PlannedOp, call, has_effect, is_collective, rehearsed, target_name, updated
 from checkmate.codegen.boxed import boxed
-from checkmate.torch_internals.descriptions import FakeTensorMode
+from checkmate.torch_internals.capturing import FakeTensorMode
 
 
 def _adding(number: float, does: str | None = None, namespace: str = "checkmate") -> PlannedOp:

@@ -25,7 +25,7 @@ from checkmate.capture.without_device import cuda
 from checkmate.capture.without_device.attention_choice import CUDNN, EFFICIENT, FLASH, MATH, Attention, choose
 from checkmate.errors import Unsupported
 from checkmate.memory.native import Unbuildable
-from checkmate.torch_internals.dynamo import maybe_mark_dynamic
+from checkmate.torch_internals.capturing import maybe_mark_dynamic
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="for a machine without a CUDA device")
 

@@ -18,7 +18,7 @@ from transformers.optimization import Adafactor
 import checkmate
 from checkmate.errors import Unsupported
 from checkmate.memory import measure_peak
-from checkmate.torch_internals.trees import tree_leaves
+from checkmate.torch_internals.running import tree_leaves
 from checkmate.updates import optimizers
 from checkmate.updates.optimizers import Update, about, checked
 from checkmate.updates.per_parameter import known

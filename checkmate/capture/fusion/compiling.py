@@ -20,10 +20,9 @@ from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from checkmate.statusline import showing
-from checkmate.torch_internals import inductor  # takes a second to import: looked up when needed
-from checkmate.torch_internals.aot import tracing
-from checkmate.torch_internals.descriptions import FakeTensorMode
-from checkmate.torch_internals.dispatcher import outside_tracing, triton_utils
+from checkmate.torch_internals import capturing  # takes a second to import: looked up when needed
+from checkmate.torch_internals.capturing import FakeTensorMode, tracing
+from checkmate.torch_internals.running import outside_tracing, triton_utils
 
 log = logging.getLogger("checkmate.capture.fusion")
 aten = torch.ops.aten
@@ -48,7 +47,7 @@ def can_compile(device: torch.device) -> bool:
     """Tell whether Inductor can make kernels for a device here; the log says why it cannot."""
     try:
         if device.type == "cpu":
-            inductor.get_cpp_compiler()
+            capturing.get_cpp_compiler()
         elif not triton_utils.has_triton():
             raise RuntimeError(f"there is no Triton for {device}")
     except RuntimeError as error:
@@ -61,7 +60,7 @@ def can_compile(device: torch.device) -> bool:
 def compiler() -> str:
     """The C++ compiler and its version; empty where there is none."""
     try:
-        return str(inductor.get_compiler_version_info(inductor.get_cpp_compiler()))
+        return str(capturing.get_compiler_version_info(capturing.get_cpp_compiler()))
     except RuntimeError:
         return ""
 
@@ -99,7 +98,7 @@ def compiled_at_open_sizes(module: fx.GraphModule, inputs: Sequence[Any]) -> Cal
     """
     settings = {**_SETTINGS, "cpp.threads": torch.get_num_threads()}
     with outside_tracing(), tracing(None), torch.no_grad():
-        code: Callable[..., Any] = inductor.compile_fx(module, inputs, config_patches=settings)
+        code: Callable[..., Any] = capturing.compile_fx(module, inputs, config_patches=settings)
     return code
 
 
@@ -119,13 +118,13 @@ def begin(groups: Iterable[tuple[Key, fx.GraphModule, Sequence[Tensor], int]]) -
     Args:
         groups: keys, and what `compiled` takes of each.
     """
-    folder, processes = inductor.cache_dir(), inductor.get_compile_threads()
+    folder, processes = capturing.cache_dir(), capturing.get_compile_threads()
     todo = {
         key: (ops, [*map(_described, like)], threads)
         for key, ops, like, threads in groups
         if not (key in _kernels or key in _begun or key[0] in _bound or _mark(folder, key).exists())
     }
-    process_pool = inductor.AsyncCompile.process_pool
+    process_pool = capturing.AsyncCompile.process_pool
     if processes <= 1 or len(todo) <= (1 if process_pool.cache_info().currsize else FEW):
         return
     log.info("compiling %d kernels in %d processes", len(todo), processes)
@@ -145,17 +144,17 @@ def _compile_elsewhere(folder: str, key: Key, ops: fx.GraphModule, like: Sequenc
 
 def _compile(key: Key, ops: fx.GraphModule, like: Sequence[Like], threads: int) -> Boxed:
     settings = {**_SETTINGS, "cpp.threads": threads}  # a part of Inductor's key of kernels on disk
-    with outside_tracing(), tracing(None), torch.no_grad(), inductor.inductor_config.patch(settings):
+    with outside_tracing(), tracing(None), torch.no_grad(), capturing.inductor_config.patch(settings):
         # Trace it in the ops that Inductor knows, on tensors without data.
         with FakeTensorMode() as mode:
             fakes = [torch.empty_strided(*layout, dtype=dtype, device=device) for *layout, dtype, device in like]
             step = torch.func.functionalize(alone(ops, key[1]))
-            module = make_fx(step, decomposition_table=inductor.select_decomp_table())(*fakes)
+            module = make_fx(step, decomposition_table=capturing.select_decomp_table())(*fakes)
         # Compile it: with no wrapper around, a call costs the least.
-        with inductor.V.set_fake_mode(mode):
-            code = inductor.compile_fx_inner(module, fakes, is_inference=True)
+        with capturing.V.set_fake_mode(mode):
+            code = capturing.compile_fx_inner(module, fakes, is_inference=True)
     with suppress(OSError):
-        mark = _mark(inductor.cache_dir(), key)
+        mark = _mark(capturing.cache_dir(), key)
         mark.parent.mkdir(parents=True, exist_ok=True)
         mark.touch()
     run: Boxed = getattr(code, "current_callable", None) or code

@@ -13,7 +13,7 @@ from checkmate.capture.higher_order.triton_kernels import Launch
 from checkmate.capture.inplace.rules import written_of
 from checkmate.capture.nodes import LINK, has_effect, is_view, tensors, viewed
 from checkmate.capture.rewrite import scale_mask
-from checkmate.torch_internals.dispatcher import OpOverload
+from checkmate.torch_internals.running import OpOverload
 
 aten = torch.ops.aten
 

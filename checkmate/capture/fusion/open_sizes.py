@@ -26,8 +26,8 @@ from torch import nn
 
 from checkmate.capture.fusion.compiling import Boxed, alone, bind, compiled_at_open_sizes, is_known
 from checkmate.capture.fusion.kernels import Kernel
-from checkmate.torch_internals.descriptions import ConstantSource, DimDynamic, FakeTensorMode, ShapeEnv
-from checkmate.torch_internals.dispatcher import outside_tracing
+from checkmate.torch_internals.capturing import ConstantSource, DimDynamic, FakeTensorMode, ShapeEnv
+from checkmate.torch_internals.running import outside_tracing
 
 Sizes = tuple[int, ...]
 T = TypeVar("T")

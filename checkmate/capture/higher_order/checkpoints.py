@@ -24,9 +24,8 @@ from checkmate.capture.nodes import leaf_nodes
 from checkmate.capture.patches.only_our_captures import Handler, follow
 from checkmate.capture.provenance import where
 from checkmate.errors import Unsupported
-from checkmate.torch_internals.aot import _has_tag_is_backward, _is_primal
-from checkmate.torch_internals.dispatcher import functorch
-from checkmate.torch_internals.dynamo import wrap_fx_proxy
+from checkmate.torch_internals.capturing import _has_tag_is_backward, _is_primal, wrap_fx_proxy
+from checkmate.torch_internals.running import functorch
 
 log = logging.getLogger("checkmate.capture.higher_order.checkpoints")
 _CHECKPOINT = "ac_graph_id"  # in the meta of a node within a checkpoint: which one

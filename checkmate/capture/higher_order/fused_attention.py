@@ -22,17 +22,17 @@ from checkmate.capture.patches.small_changes import COMPILED, OPTIONS
 from checkmate.capture.provenance import where
 from checkmate.errors import Unsupported
 from checkmate.memory import CPU
-from checkmate.torch_internals import inductor  # takes a second to import: looked up when needed
-from checkmate.torch_internals.aot import tracing
-from checkmate.torch_internals.descriptions import FakeTensorMode
-from checkmate.torch_internals.dispatcher import (
+from checkmate.torch_internals import capturing  # takes a second to import: looked up when needed
+from checkmate.torch_internals.capturing import FakeTensorMode, tracing
+from checkmate.torch_internals.running import (
     HigherOrderOperator,
     outside_tracing,
     sdpa_dense,
     sdpa_dense_backward,
+    tree_flatten,
+    tree_unflatten,
     triton_utils,
 )
-from checkmate.torch_internals.trees import tree_flatten, tree_unflatten
 
 _kernels: dict[str, Callable[..., Any]] = {}  # by what they compute, as compiled in this process
 _FAILS = (RuntimeError, AssertionError)  # Inductor's errors: its own are RuntimeErrors
@@ -135,13 +135,13 @@ def _compiled(node: fx.Node) -> Callable[..., Any]:
     options: Any = node.args[OPTIONS[str(node.target)]]
     try:
         if device.type == "cpu":
-            inductor.get_cpp_compiler()
+            capturing.get_cpp_compiler()
         elif not triton_utils.has_triton():
             raise RuntimeError(f"there is no Triton for {device}.")
         with outside_tracing(), tracing(None), torch.no_grad():
             alone, inputs = _alone(node)
             settings = options[COMPILED] | {"triton.cudagraphs": False}  # whose memory would be in no plan
-            run = inductor.compile_fx(alone, inputs, config_patches=settings)
+            run = capturing.compile_fx(alone, inputs, config_patches=settings)
     except _FAILS as error:
         lines = str(error).strip().splitlines()
         raise Unsupported(

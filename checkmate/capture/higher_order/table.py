@@ -21,8 +21,8 @@ from checkmate.capture.higher_order.fused_attention import Fused
 from checkmate.capture.higher_order.triton_kernels import WRAPPER, Launch, why_once
 from checkmate.capture.nodes import is_collective, is_mutating, is_random, target_name
 from checkmate.capture.random_draws import draws
-from checkmate.torch_internals.aot import is_with_effects
-from checkmate.torch_internals.dispatcher import HigherOrderOperator, OpOverload
+from checkmate.torch_internals.capturing import is_with_effects
+from checkmate.torch_internals.running import HigherOrderOperator, OpOverload
 
 _ROWS = "runs its graph once for each row; the order of rows is that of the tensor"
 _WRITES = "calls an op of somebody's on copies of what that writes to: an op as any other"

@@ -25,8 +25,8 @@ import torch
 import torch.fx as fx
 
 from checkmate.capture.nodes import call
-from checkmate.torch_internals.dispatcher import kernel_side_table
-from checkmate.torch_internals.dispatcher import triton_kernel_wrapper_functional as WRAPPER
+from checkmate.torch_internals.running import kernel_side_table
+from checkmate.torch_internals.running import triton_kernel_wrapper_functional as WRAPPER
 
 _TAKEN = ("kernel_idx", "constant_args_idx", "kwargs", "tensors_to_clone")
 _UNORDERED = re.compile(r"\b(?:atomic_\w+|\w*inline_asm\w*|globaltimer|smid)\b")

@@ -18,7 +18,7 @@ from checkmate.capture.inplace.rules import first_result, is_whole, positions, p
 from checkmate.capture.joint import Joint
 from checkmate.capture.nodes import PlannedOp, ancestors, leaf_nodes
 from checkmate.errors import SolverError
-from checkmate.torch_internals.dispatcher import OpOverload
+from checkmate.torch_internals.running import OpOverload
 
 aten = torch.ops.aten
 

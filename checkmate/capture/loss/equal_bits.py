@@ -22,9 +22,8 @@ from checkmate.capture.loss.write import LossSplit, in_parts
 from checkmate.capture.nodes import ancestors, tensors
 from checkmate.capture.patches.kernels import value_of
 from checkmate.memory.available import ran_out_of_memory, within_memory
-from checkmate.torch_internals.aot import is_sym_node
-from checkmate.torch_internals.dispatcher import outside_tracing
-from checkmate.torch_internals.trees import tree_leaves
+from checkmate.torch_internals.capturing import is_sym_node
+from checkmate.torch_internals.running import outside_tracing, tree_leaves
 
 INPUTS, MOST_INPUTS = 2, 32  # on which a loss is tried
 ENOUGH = 2**20  # logits made, on which another order of a sum shows

@@ -18,7 +18,7 @@ import torch.fx as fx
 
 from checkmate.capture.loss.kernels import CAST, OF_RESULT, POINTWISE, Step
 from checkmate.capture.nodes import leaf_nodes, storage, viewed
-from checkmate.torch_internals.aot import is_sym_node
+from checkmate.torch_internals.capturing import is_sym_node
 
 aten = torch.ops.aten
 _PRODUCTS = {aten.mm.default: 2, aten.addmm.default: 3}  # with their numbers of arguments

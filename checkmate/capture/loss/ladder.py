@@ -20,7 +20,7 @@ from checkmate.capture.loss.find import Loss, losses
 from checkmate.capture.loss.write import LossSplit, in_parts, loss_splits_of
 from checkmate.core.problem import Problem
 from checkmate.errors import Unsupported
-from checkmate.torch_internals.dispatcher import outside_tracing
+from checkmate.torch_internals.running import outside_tracing
 
 log = logging.getLogger("checkmate.capture.loss")
 

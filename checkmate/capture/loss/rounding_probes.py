@@ -34,7 +34,7 @@ from checkmate.capture.higher_order.fused_attention import Fused
 from checkmate.capture.inplace.shape_only import convolution_backward_input
 from checkmate.capture.nodes import storage
 from checkmate.capture.random_draws import Drawn
-from checkmate.torch_internals.dispatcher import OpOverload
+from checkmate.torch_internals.running import OpOverload
 
 aten = torch.ops.aten
 SPREAD = 6  # factors are powers of two, from -SPREAD to SPREAD

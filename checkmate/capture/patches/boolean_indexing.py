@@ -24,7 +24,7 @@ import torch
 from checkmate.capture.guards import CannotTellError
 from checkmate.capture.patches.data_branches import decide, value_now
 from checkmate.capture.patches.only_our_captures import Answer, answer_now, follow, follow_function, follow_method
-from checkmate.torch_internals.dynamo import (
+from checkmate.torch_internals.capturing import (
     BuiltinVariable,
     TensorVariable,
     TupleVariable,

@@ -13,7 +13,7 @@ from contextvars import ContextVar, Token
 from typing import Any
 
 from checkmate.capture.patches.only_our_captures import Handler, follow
-from checkmate.torch_internals.dynamo import AttrSource, CallFunctionNoArgsSource, VariableTracker, unimplemented
+from checkmate.torch_internals.capturing import AttrSource, CallFunctionNoArgsSource, VariableTracker, unimplemented
 
 _VALUES = "_checkmate_context_variables"  # on Dynamo's graph: those that the step has set, with their values
 

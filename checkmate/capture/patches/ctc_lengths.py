@@ -18,10 +18,14 @@ from torch import Tensor
 from checkmate.capture.guards import CannotTellError
 from checkmate.capture.patches.data_branches import decide, value_now
 from checkmate.capture.patches.only_our_captures import follow_function
-from checkmate.torch_internals.descriptions import FakeTensorMode, op_implementations_checks
-from checkmate.torch_internals.dynamo import VariableTracker, wrap_fx_proxy
-from checkmate.torch_internals.kernels import get_enum
+from checkmate.torch_internals.capturing import (
+    FakeTensorMode,
+    VariableTracker,
+    op_implementations_checks,
+    wrap_fx_proxy,
+)
 from checkmate.torch_internals.names import put_in_place
+from checkmate.torch_internals.running import get_enum
 
 aten = torch.ops.aten
 _DEFAULTS = {"blank": 0, "reduction": "mean", "zero_infinity": False}

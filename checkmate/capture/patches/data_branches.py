@@ -24,7 +24,7 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from checkmate.capture.guards import WITHOUT_TENSORS, CannotTellError, depends_on_inputs, evaluate, guard_on
 from checkmate.capture.patches.only_our_captures import answer_now, follow, follow_function, follow_method, only_ours
 from checkmate.capture.provenance import where
-from checkmate.torch_internals.dynamo import (
+from checkmate.torch_internals.capturing import (
     InstructionTranslator,
     InstructionTranslatorBase,
     ListVariable,
@@ -42,8 +42,8 @@ from checkmate.torch_internals.dynamo import (
     unimplemented,
     wrap_fx_proxy,
 )
-from checkmate.torch_internals.kernels import _assert, _check, _check_tensor_all, _check_tensor_all_with, _check_with
 from checkmate.torch_internals.names import put_in_place
+from checkmate.torch_internals.running import _assert, _check, _check_tensor_all, _check_tensor_all_with, _check_with
 
 ASKS = "The step asks for the value of a tensor"
 RAISED: WeakSet[Any] = WeakSet()  # exceptions that the captured code raises as plain PyTorch does

@@ -29,7 +29,7 @@ from checkmate.capture.patches.only_our_captures import (
     follow_skipped,
 )
 from checkmate.capture.provenance import FRAME, is_users
-from checkmate.torch_internals.dynamo import (
+from checkmate.torch_internals.capturing import (
     BackendCompilerFailed,
     TorchDynamoException,
     TorchInGraphFunctionVariable,

@@ -38,21 +38,22 @@ from torch.fx import traceback
 
 from checkmate.capture.patches.results.image_sizes import upsample
 from checkmate.errors import Unsupported
-from checkmate.torch_internals import aot
-from checkmate.torch_internals.descriptions import decompositions
-from checkmate.torch_internals.dispatcher import (
+from checkmate.torch_internals import capturing
+from checkmate.torch_internals.capturing import decompositions
+from checkmate.torch_internals.running import (
     DispatchKey,
     DispatchKeySet,
     TorchDispatchMode,
     _AutoDispatchBelowAutograd,
+    _current_autograd_node,
     _DisablePythonDispatcher,
     _dispatch_tls_local_exclude_set,
     _dispatch_tls_local_include_set,
+    _engine_run_backward,
     _ForceDispatchKeyGuard,
     functorch,
     outside_tracing,
 )
-from checkmate.torch_internals.engine import _current_autograd_node, _engine_run_backward
 
 aten = torch.ops.aten
 _DROPOUT, _ISTFT, _MATMUL = aten.dropout.default, aten.istft.default, aten.matmul.default
@@ -100,7 +101,7 @@ def eager_kernels(step: fx.GraphModule) -> Iterator[None]:
         _set(kernels)
         with (
             patch.object(decompositions, "should_fold", _folds),
-            patch.object(aot._FirstInvocationContext, "__init__", _look_at_no_call),
+            patch.object(capturing._FirstInvocationContext, "__init__", _look_at_no_call),
         ):
             yield
     finally:

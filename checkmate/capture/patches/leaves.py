@@ -28,7 +28,7 @@ from checkmate.capture.nodes import storage
 from checkmate.capture.patches.only_our_captures import Handler, follow
 from checkmate.capture.provenance import readable, where
 from checkmate.errors import Unsupported
-from checkmate.torch_internals.dynamo import unimplemented, wrap_fx_proxy
+from checkmate.torch_internals.capturing import unimplemented, wrap_fx_proxy
 
 _HOOKS = ("register_hook", "register_post_accumulate_grad_hook")
 _frozen: WeakKeyDictionary[Any, dict[Any, Any]] = WeakKeyDictionary()  # per capture: inputs, with their own proxies

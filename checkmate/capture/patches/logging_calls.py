@@ -18,7 +18,7 @@ import torch
 from checkmate.capture.guards import CannotTellError
 from checkmate.capture.patches.data_branches import RAISED, is_question, value_now
 from checkmate.capture.patches.only_our_captures import Handler, answer_now, follow
-from checkmate.torch_internals.dynamo import (
+from checkmate.torch_internals.capturing import (
     AttributeMutationNew,
     BuiltinVariable,
     ExceptionVariable,

@@ -20,7 +20,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, StatefulSymbolicCo
 
 from checkmate.capture.guards import GuardFailed
 from checkmate.capture.patches.only_our_captures import Handler, follow
-from checkmate.torch_internals.dynamo import (
+from checkmate.torch_internals.capturing import (
     GraphArg,
     NumpyNdarrayVariable,
     RandomValueSource,

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import wraps
 from typing import Any
 
-from checkmate.torch_internals.dynamo import (
+from checkmate.torch_internals.capturing import (
     InstructionTranslator,
     TorchInGraphFunctionVariable,
     get_torch_obj_rule_map,
@@ -59,7 +59,7 @@ def only_ours(ours: Handler, plain: Handler | None) -> Handler:
 
 
 def follow(name: str, ours: Handler) -> None:
-    """Follow calls of a function or method of Dynamo's, by its name in `checkmate.torch_internals.dynamo`."""
+    """Follow calls of a function or method of Dynamo's, by its name in `checkmate.torch_internals.capturing`."""
     wrap(name, lambda plain: only_ours(ours, plain))
 
 

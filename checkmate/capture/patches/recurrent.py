@@ -16,16 +16,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from checkmate.torch_internals.descriptions import (
+from checkmate.torch_internals.capturing import (
     FakeTensorMode,
+    dynamo_config,
     mkldnn_rnn_layer,
     mkldnn_rnn_layer_backward,
     register_op_impl,
 )
-from checkmate.torch_internals.dispatcher import _AutoDispatchBelowAutograd, outside_tracing
-from checkmate.torch_internals.dynamo import dynamo_config
 from checkmate.torch_internals.names import put_in_place
-from checkmate.torch_internals.trees import tree_flatten, tree_unflatten
+from checkmate.torch_internals.running import _AutoDispatchBelowAutograd, outside_tracing, tree_flatten, tree_unflatten
 
 LAYER = torch.ops.aten.mkldnn_rnn_layer.default
 _NO_KERNEL = "could not create a primitive descriptor"

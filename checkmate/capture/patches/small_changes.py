@@ -15,25 +15,25 @@ import torch
 from torch.utils.checkpoint import set_checkpoint_early_stop
 
 from checkmate.capture.patches.only_our_captures import Handler, follow, follow_function, follow_method, follow_skipped
-from checkmate.torch_internals.aot import runtime_wrappers
-from checkmate.torch_internals.dispatcher import (
-    TransformType,
-    _dispatch_tls_local_exclude_set,
-    _dispatch_tls_local_include_set,
-    _ForceDispatchKeyGuard,
-    _str,
-    retrieve_all_functorch_interpreters,
-)
-from checkmate.torch_internals.dynamo import (
+from checkmate.torch_internals.capturing import (
     AttrSource,
     FakeTensorObservedException,
     NullContextVariable,
     TorchRuntimeError,
     dynamo_config,
+    runtime_wrappers,
     unimplemented,
 )
-from checkmate.torch_internals.kernels import _foreach_lerp_
 from checkmate.torch_internals.names import put_in_place
+from checkmate.torch_internals.running import (
+    TransformType,
+    _dispatch_tls_local_exclude_set,
+    _dispatch_tls_local_include_set,
+    _ForceDispatchKeyGuard,
+    _foreach_lerp_,
+    _str,
+    retrieve_all_functorch_interpreters,
+)
 
 log = logging.getLogger("checkmate.capture")
 here = threading.local()  # .told: shapes told of the step of ours whose backward runs on this thread

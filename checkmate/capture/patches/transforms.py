@@ -25,15 +25,7 @@ import torch
 import torch.fx as fx
 
 from checkmate.capture.patches.only_our_captures import Handler, follow
-from checkmate.torch_internals.dispatcher import (
-    TransformType,
-    _enter_dual_level,
-    _exit_dual_level,
-    functorch,
-    retrieve_all_functorch_interpreters,
-    saved_tensors_hooks,
-)
-from checkmate.torch_internals.dynamo import (
+from checkmate.torch_internals.capturing import (
     AttrSource,
     GlobalSource,
     GuardBuilder,
@@ -42,6 +34,14 @@ from checkmate.torch_internals.dynamo import (
     unimplemented,
 )
 from checkmate.torch_internals.names import put_in_place
+from checkmate.torch_internals.running import (
+    TransformType,
+    _enter_dual_level,
+    _exit_dual_level,
+    functorch,
+    retrieve_all_functorch_interpreters,
+    saved_tensors_hooks,
+)
 
 ZEROS = torch.library.Library("aten", "IMPL", "ZeroTensor")  # what is registered is undone with it
 

@@ -31,9 +31,8 @@ import torch.distributed as dist
 import torch.fx as fx
 
 from checkmate.capture.nodes import LINK, PlannedOp, call, has_effect
-from checkmate.torch_internals import engine
-from checkmate.torch_internals.dispatcher import OpOverload
-from checkmate.torch_internals.steps import _resolve_process_group
+from checkmate.torch_internals import running
+from checkmate.torch_internals.running import OpOverload, _resolve_process_group
 
 PATIENCE = 1.0  # seconds that a thread of the backend may take to let go of what it has sent
 _NAMESPACE = "_c10d_functional"
@@ -41,9 +40,9 @@ _NAMESPACE = "_c10d_functional"
 
 def times_held(tensor: torch.Tensor) -> int:
     """Count the holders of a tensor's memory on the CPU; 0 elsewhere, where the device waits."""
-    if tensor.device.type != "cpu" or not engine.NAMES.has("_storage_Use_Count"):
+    if tensor.device.type != "cpu" or not running.NAMES.has("_storage_Use_Count"):
         return 0
-    count: int = engine._storage_Use_Count(tensor.untyped_storage()._cdata)
+    count: int = running._storage_Use_Count(tensor.untyped_storage()._cdata)
     return count
 
 

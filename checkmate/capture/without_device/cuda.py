@@ -21,7 +21,7 @@ import torch
 
 from checkmate.capture.without_device.attention_choice import Attention, choose
 from checkmate.memory.native import Source, Unbuildable
-from checkmate.torch_internals.dispatcher import triton_utils
+from checkmate.torch_internals.running import triton_utils
 
 log = logging.getLogger("checkmate.capture")
 CUDNN = 91900  # of the builds for CUDA 13 of PyTorch 2.11; taken where PyTorch was built without it

@@ -14,7 +14,7 @@ from checkmate.capture.higher_order import fused_attention
 from checkmate.core.problem import Problem
 from checkmate.errors import Unsupported
 from checkmate.memory import measure_peak
-from checkmate.torch_internals.inductor import inductor_config
+from checkmate.torch_internals.capturing import inductor_config
 from tests.support.plainly import train_as_plain
 from tests.support.simulated_cuda.install import is_installed
 

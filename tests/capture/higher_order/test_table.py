@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 import checkmate
 from checkmate.capture.higher_order.table import AGAIN, runs_once
 from checkmate.profiling.one_op import key_of
-from checkmate.torch_internals.dispatcher import HigherOrderOperator
+from checkmate.torch_internals.running import HigherOrderOperator
 from tests.support.plainly import assert_as_plain, run_again, train_at_smallest_budget
 from tests.support.sampling import long, slow
 

@@ -16,7 +16,7 @@ from checkmate.backends.tensor_state import same_bits
 from checkmate.capture.inplace.shape_only import convolution_backward_input as input_gradient
 from checkmate.capture.inplace.shape_only import has_certain_format, max_pool2d_backward, stand_in
 from checkmate.memory import measure_peak
-from checkmate.torch_internals.descriptions import suggest_memory_format
+from checkmate.torch_internals.capturing import suggest_memory_format
 from tests.support.sampling import every, in_turn
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from checkmate.capture.patches.only_our_captures import follow
-from checkmate.torch_internals.dynamo import VariableTracker
+from checkmate.torch_internals.capturing import VariableTracker
 
 _FORWARD = nn.BatchNorm2d.forward  # shared by all but SyncBatchNorm
 

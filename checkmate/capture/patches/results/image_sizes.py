@@ -12,15 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from checkmate.torch_internals.descriptions import (
+from checkmate.torch_internals.capturing import (
     FakeTensorMode,
     decompositions,
     meta_table,
     register_op_impl,
     suggest_memory_format,
 )
-from checkmate.torch_internals.dispatcher import DispatchKey
 from checkmate.torch_internals.names import put_in_place
+from checkmate.torch_internals.running import DispatchKey
 
 aten = torch.ops.aten
 _GRID = aten.affine_grid_generator.default

@@ -38,7 +38,7 @@ from torch.fx.node import has_side_effect
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from checkmate.capture.patches.kernels import without_vectors
-from checkmate.torch_internals.descriptions import (
+from checkmate.torch_internals.capturing import (
     FakeTensor,
     FakeTensorMode,
     FunctionalTensor,
@@ -48,8 +48,15 @@ from checkmate.torch_internals.descriptions import (
     make_contiguous_strides_for,
     suggest_memory_format,
 )
-from checkmate.torch_internals.dispatcher import OpOverload, _get_dispatch_mode, _TorchDispatchModeKey, outside_tracing
-from checkmate.torch_internals.trees import tree_leaves, tree_map, tree_map_only
+from checkmate.torch_internals.running import (
+    OpOverload,
+    _get_dispatch_mode,
+    _TorchDispatchModeKey,
+    outside_tracing,
+    tree_leaves,
+    tree_map,
+    tree_map_only,
+)
 
 aten = torch.ops.aten
 _FILLS = {aten.zero_.default, aten.fill_.Scalar, aten.fill_.Tensor, aten.copy_.default}

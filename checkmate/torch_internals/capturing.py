@@ -1,4 +1,4 @@
-"""Dynamo, which follows the user's code: its frames, its variables for values, its refusals and settings.
+"""The parts of PyTorch that capture a step: Dynamo, AOTAutograd, tensors without data, Inductor.
 
 `METHODS` has what `wrap` puts others around.
 """
@@ -32,8 +32,19 @@ _FUNC = "an autograd.Function within torch.func has other gradients"
 _CELLS = "a number that an autograd.Function reads is not guarded"
 _REENTRANT = "more reentrant checkpoints are refused"
 _NONE_REFUSED = "there is nothing to allow"
+_DESCRIPTORS = "torch._functorch._aot_autograd.descriptors"
+_PASSES = "torch._functorch._aot_autograd.graph_compile:"
+_RUNTIME = "torch._functorch._aot_autograd.runtime_wrappers"
+_FIRST_CALL = "the first call of a few ops of complex numbers, such as pinv, has other numbers"
+_LAYOUTS = "nobody is told where a gradient from outside is laid out anew"
+_EACH_NUMBER = "numbers that change are no inputs: each is captured"
+_PARTITIONERS = "torch._functorch.partitioners"
+_OPEN = "groups of ops are compiled for each size"
+_RULES = "torch._subclasses.fake_impls"
+_KERNELS = "attention that is compiled is refused, and groups of ops run one by one"
 
 NAMES = Table(
+    # Dynamo, which follows the user's code
     Name("dynamo_config", "torch._dynamo:config", "its settings"),
     Name("OptimizedModule", "torch._dynamo", "a module that was compiled", "compiled parts are not recognized"),
     Name("allow_in_graph", "torch._dynamo", "functions of ours that it does not follow"),
@@ -96,7 +107,68 @@ NAMES = Table(
     Name("UnspecializedPythonVariable", _TENSOR, "a draw of Python's generator", _ASKING),
     Name("TorchInGraphFunctionVariable", f"{_VARIABLES}.torch", "a function of PyTorch's; `_get_handlers` follow some"),
     Name("UserDefinedExceptionObjectVariable", _USER_DEFINED, "an exception of the user's", _SAYING),
+    # AOTAutograd, which makes the joint graph of forward and backward
+    Name("aot_autograd", "torch._dynamo.backends.common", "traces the joint graph, and calls us to cut it in two"),
+    Name("runtime_wrappers", f"{_RUNTIME}:", "gradients that come to results, laid out anew", _LAYOUTS),
+    Name("_FirstInvocationContext", _RUNTIME, "looks at custom ops in the first call", _FIRST_CALL),
+    Name("TracingContext", "torch._guards", "what is known of the capture at hand"),
+    Name("tracing", "torch._guards", "sets it, or none", "attention that is compiled is refused"),
+    Name("functorch_config", "torch._functorch:config", "where autocast stands while a backward is traced"),
+    Name("graph_compile", _PASSES, "its `tensorify_python_scalars` would make tensors of floats", _EACH_NUMBER),
+    Name("is_with_effects", "torch._functorch._aot_autograd.utils", "ops in an order that is kept by tokens"),
+    Name("_extract_fwd_bwd_outputs", _PARTITIONERS, "results and gradients, among the outputs"),
+    Name("_has_tag_is_backward", _PARTITIONERS, "ops that were traced for the backward"),
+    Name("_must_be_in_backward", _PARTITIONERS, "ops that may run nowhere else"),
+    Name("_is_backward_state", _PARTITIONERS, "what hooks hand to the backward"),
+    Name("_is_bwd_seed_offset", _PARTITIONERS, "random states of the backward on CUDA"),
+    Name("_is_fwd_seed_offset", _PARTITIONERS, "those of the forward"),
+    Name("_is_primal", _PARTITIONERS, "parameters, buffers and inputs"),
+    Name("_is_tangent", _PARTITIONERS, "gradients of results"),
+    Name("is_sym_node", _PARTITIONERS, "numbers"),
+    Name("BackwardTokenAOTInput", _DESCRIPTORS, "a token of effects in the backward"),
+    Name("ForwardTokenAOTInput", _DESCRIPTORS, "a token of effects"),
+    Name("ForwardTokenAOTOutput", _DESCRIPTORS, "a token of effects, handed out"),
+    Name("BufferAOTInput", _DESCRIPTORS, "a buffer"),
+    Name("ParamAOTInput", _DESCRIPTORS, "a parameter"),
+    Name("PlainAOTInput", _DESCRIPTORS, "an input"),
+    Name("TangentAOTInput", _DESCRIPTORS, "a gradient of a result"),
+    Name("InputMutationAOTOutput", _DESCRIPTORS, "what is written to an input at the end"),
+    Name("SavedForBackwardsAOTOutput", _DESCRIPTORS, "a saved tensor"),
+    Name("SavedForBackwardsNoVcCheckAOTOutput", _DESCRIPTORS, "one that may be written to in between"),
+    Name("SubclassGetAttrAOTInput", _DESCRIPTORS, "a tensor within another"),
+    Name("SubclassGetAttrAOTOutput", _DESCRIPTORS, "a tensor within another, handed out"),
+    # Tensors without data, and the rules that say what an op makes of them
+    Name("FakeTensor", "torch._subclasses.fake_tensor", "a tensor without data"),
+    Name("FakeTensorMode", "torch._subclasses.fake_tensor", "what makes these; its `_dispatch_impl` describes an op"),
+    Name("ShapeEnv", "torch.fx.experimental.symbolic_shapes", "what knows symbols of open sizes", _OPEN),
+    Name("DimDynamic", "torch.fx.experimental.symbolic_shapes", "says that a size is a symbol", _OPEN),
+    Name("ConstantSource", "torch._dynamo.source", "a name of a symbol", _OPEN),
+    Name("FunctionalTensor", "torch._subclasses.functional_tensor", "a tensor to which writes are traced as new ones"),
+    Name("FunctionalTensorMode", "torch._subclasses.functional_tensor", "what makes these, op by op"),
+    Name("MetaTensorDesc", "torch._subclasses.meta_utils", "a description of a tensor on the meta device"),
+    Name("MetaTensorDescriber", "torch._subclasses.meta_utils", "what makes it"),
+    Name("op_implementations_checks", _RULES, "rules by which ops are described", "CTC's loss is not captured"),
+    Name("register_op_impl", _RULES, "sets the rule of one op", "LSTMs are not captured"),
+    Name("mkldnn_rnn_layer", "torch._meta_registrations", "PyTorch's rule of an LSTM", "LSTMs are not captured"),
+    Name("mkldnn_rnn_layer_backward", "torch._meta_registrations", "and of its backward", "LSTMs are not captured"),
+    Name("decompositions", "torch._decomp", "in place of ops: `should_fold`, `dropout`, `native_batch_norm_helper`"),
+    Name("meta_table", "torch._decomp", "what is described by a rule, and not by its decomposition"),
+    Name("compute_elementwise_output_strides", "torch._prims_common", "strides of pointwise results"),
+    Name("make_contiguous_strides_for", "torch._prims_common", "strides of a contiguous tensor"),
+    Name("suggest_memory_format", "torch._prims_common", "channels last, or not"),
+    # Inductor, which compiles kernels: of attention that is compiled, of groups of ops
+    Name("inductor_config", "torch._inductor:config", "its settings; `fallback_random` holds draws that nobody reads"),
+    Name("compile_fx", "torch._inductor.compile_fx", "makes kernels of a graph of Dynamo's", _KERNELS),
+    Name("compile_fx_inner", "torch._inductor.compile_fx", "makes a kernel of a group of ops", _KERNELS),
+    Name("select_decomp_table", "torch._inductor.decomposition", "the ops that it takes apart", _KERNELS),
+    Name("V", "torch._inductor.virtualized", "where it finds the tensors without data", _KERNELS),
+    Name("AsyncCompile", "torch._inductor.async_compile", "its processes that compile", _KERNELS),
+    Name("get_compile_threads", "torch._inductor.async_compile", "how many these are", _KERNELS),
+    Name("cache_dir", "torch._inductor.runtime.cache_dir_utils", "where kernels are on disk", _KERNELS),
+    Name("get_compiler_version_info", "torch._inductor.cpp_builder", "its compiler's version", _KERNELS),
+    Name("get_cpp_compiler", "torch._inductor.cpp_builder", "its compiler", _KERNELS),
 )
+__getattr__ = NAMES.get
 
 
 def _method(name: str, module: str, what: str, without: str, since: str = "", formerly: str = "") -> Name:
@@ -148,6 +220,3 @@ def wrap_tensor_method(name: str, around: Callable[[Any], Any]) -> None:
     setattr(tensor, f"method_{name}", handler)
     if NAMES.has("Method"):
         tensor.tp_methods[name] = NAMES.get("Method")(handler)
-
-
-__getattr__ = NAMES.get
