@@ -26,10 +26,9 @@ import torch.fx as fx
 from checkmate.backends import ranks
 from checkmate.backends.compilation import Backend, Call, CapturedStep, run_generated_code
 from checkmate.backends.error_messages import explained, of_op, quietly
-from checkmate.backends.kinds import Kind
 from checkmate.backends.other_sizes import Earlier, SizedCall, SizedPlans
 from checkmate.backends.plan_swap import SwappablePlan
-from checkmate.backends.recompile_reasons import Reason, changed, constants, spelled, too_many, value_now, why_not
+from checkmate.backends.recaptures import Kind, Reason, changed, constants, spelled, too_many, value_now, why_not
 from checkmate.backends.step_problem import joint_of
 from checkmate.backends.tensor_state import draw_again_from, other_random_states
 from checkmate.capture.around import surrounded

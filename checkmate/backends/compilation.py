@@ -17,12 +17,11 @@ import torch
 import torch.fx as fx
 
 from checkmate.backends import ranks, step_problem
-from checkmate.backends.cuda_blocks import Replays, plan_in_blocks
 from checkmate.backends.other_sizes import Earlier, Reading, SizedPlans
 from checkmate.backends.passes import CHECKS, GRADIENT_REWRITES, REWRITES, JointGraph, OpGraph
 from checkmate.backends.plan_swap import SwappableCode, SwappablePlan, is_swappable
 from checkmate.backends.planner import Planner
-from checkmate.backends.static_memory import FirstStep, Lower, serving, within
+from checkmate.backends.static_memory import FirstStep, Lower, Replays, plan_in_blocks, serving, within
 from checkmate.backends.step_problem import Codegen
 from checkmate.capture.around import Around, surrounded
 from checkmate.capture.autocast import Copies, keeping_copies
@@ -52,8 +51,8 @@ from checkmate.capture.sizes import Sizes, fixed_at, open_sizes, symbols_of
 from checkmate.codegen.boxed import ANEW
 from checkmate.codegen.contributions import Arrival, FanOut, Sharing, by_gradient, lowered, noted_arrivals, sharing_of
 from checkmate.codegen.emit import Modules
+from checkmate.codegen.refused_backwards import SharedCopies
 from checkmate.codegen.second_memory import SecondMemories, SecondMemory
-from checkmate.codegen.shared_copies import SharedCopies
 from checkmate.codegen.undefined_gradients import Unreached, Watches, keep_undefined
 from checkmate.codegen.writing_over import prepare, writing_over
 from checkmate.core.problem import Problem

@@ -5,7 +5,7 @@ leaves in float32 that need a gradient. The gradients of all uses meet in the co
 the sum is converted. AOTAutograd traces without these copies, and hands over weights that are no leaves. Here they are
 leaves while a step is traced, and ATen keeps its copies: the same code as in eager decides what is converted when.
 
-`checkmate.codegen.shared_copies` is about the regions in which a captured step is called.
+`checkmate.codegen.refused_backwards` is about the regions in which a captured step is called.
 """
 
 from __future__ import annotations

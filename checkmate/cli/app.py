@@ -220,8 +220,8 @@ def _fits(args: argparse.Namespace) -> int:
     from torch import optim
 
     from checkmate.profiling.data_sheets import device_named
+    from checkmate.sizes.batches import trained
     from checkmate.sizes.fits import fits
-    from checkmate.sizes.stand_ins import trained
 
     if args.device:
         device_named(args.device)  # before anything that takes time

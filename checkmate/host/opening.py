@@ -63,14 +63,14 @@ def open_store(where: str, capacity: int, device: torch.device) -> Store:
             raise HostError(f"A file is for steps on the CPU, not on {device}: write host='pinned'.")
         if sys.platform != "linux":
             raise HostError("A file as a second memory needs Linux.")
-        from checkmate.host.file_mover import FileMover
+        from checkmate.host.files import FileMover
 
         return Store(FileMover(Path(folder or tempfile.gettempdir()), rounded(capacity)), capacity)
     if where not in ("pinned", "memory"):
         raise HostError(f"Unknown second memory {where!r}: write 'file:/fast/disk', 'file:', or on CUDA 'pinned'.")
     if device.type == "cpu":
         raise HostError(f"Pinned memory is for steps on CUDA, not on {device}: write host='file:/fast/disk'.")
-    from checkmate.host.pinned_mover import PinnedMover
+    from checkmate.host.pinned import PinnedMover
 
     return Store(PinnedMover(device, rounded(capacity)), capacity)
 

@@ -40,12 +40,11 @@ from checkmate.memory.lives import Lives
 from checkmate.memory.meter import collecting_seldom
 from checkmate.profiling.data_sheets import Device, device_named
 from checkmate.sizes import FITS_TIME_LIMIT
+from checkmate.sizes.batches import StandIns, amount_of, loss_of, scaled, size_of, trained, update_bytes
 from checkmate.sizes.fits_page import NOT_ASKED, Fits, LargestSizes, MemoryOption
 from checkmate.sizes.memory_parts import as_plain, lives_of_plain, parts_of
-from checkmate.sizes.scaled_batch import amount_of, scaled, size_of
 from checkmate.sizes.search import AUTO, KEEP_ALL, ONE_FORWARD, Attempt, SizeSearch
 from checkmate.sizes.sized_steps import SizedProblems, SizedSteps, arguments_of
-from checkmate.sizes.stand_ins import StandIns, loss_of, trained, update_bytes
 from checkmate.solvers.common.incumbent import Clock, Task
 from checkmate.solvers.host.kept import keep_homes
 from checkmate.solvers.search.min_budget import min_budget

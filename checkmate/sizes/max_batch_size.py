@@ -24,8 +24,8 @@ from checkmate.core.solution import Solution, infeasible
 from checkmate.errors import InfeasibleBudget, Unsupported
 from checkmate.profiling.source import Choice
 from checkmate.sizes import LARGEST, TIME_LIMIT
+from checkmate.sizes.batches import tokens_of
 from checkmate.sizes.largest_batch import LargestBatch, SizePoint
-from checkmate.sizes.scaled_batch import tokens_of
 from checkmate.sizes.search import (
     AUTO,
     KEEP_ALL,

@@ -18,7 +18,7 @@ from torch import nn, optim
 from checkmate.errors import Unsupported
 from checkmate.host import home_of
 from checkmate.host.homes import LEAST, within
-from checkmate.host.pinned_homes import Pinned, pin_storage
+from checkmate.host.pinned import Pinned, pin_storage
 from checkmate.memory import CPU
 from checkmate.torch_internals.running import tree_map_only
 from checkmate.updates.gradients import Sums

@@ -22,11 +22,11 @@ import torch
 from torch import optim
 
 from checkmate.backends.capture_cache import CaptureCache
-from checkmate.backends.cuda_blocks import Replays
+from checkmate.backends.static_memory import Replays
 from checkmate.backends.tensor_state import differing, names_of, restored, same_bits, tensors_within
 from checkmate.capture.device import main_device, may_waver, random_states
 from checkmate.capture.sharded.shards import local
-from checkmate.codegen.arrival_order import reachable
+from checkmate.codegen.contributions import reachable
 from checkmate.core.simulator import simulate
 from checkmate.core.solution import Solution
 from checkmate.errors import VerificationError

@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import checkmate
-from checkmate.backends.cuda_blocks import GIVEN, HELD, Replays, plan_in_blocks
 from checkmate.backends.planner import Options, Planner
+from checkmate.backends.static_memory import GIVEN, HELD, Replays, plan_in_blocks
 from checkmate.core.solution import Solution
 from checkmate.errors import InfeasibleBudget, SolverError
 from checkmate.memory import measure_peak

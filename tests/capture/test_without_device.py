@@ -22,7 +22,7 @@ from checkmate.backends.passes import JointGraph
 from checkmate.backends.step_problem import joint_of
 from checkmate.capture.sizes import open_sizes, put_in
 from checkmate.capture.without_device import cuda
-from checkmate.capture.without_device.attention_choice import CUDNN, EFFICIENT, FLASH, MATH, Attention, choose
+from checkmate.capture.without_device.cuda import CUDNN, EFFICIENT, FLASH, MATH, Attention, choose
 from checkmate.errors import Unsupported
 from checkmate.memory.native import Unbuildable
 from checkmate.torch_internals.capturing import maybe_mark_dynamic

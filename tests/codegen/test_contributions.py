@@ -209,7 +209,7 @@ def test_where_the_backward_began_is_unknown(monkeypatch: pytest.MonkeyPatch) ->
     """Then contributions are handed over one by one, which is right in any case."""
     model, (_, train) = Tied(), PROGRAMS["preferences"]
     compiled = _compiled(model)
-    monkeypatch.setattr("checkmate.codegen.arrival_order._beginnings", lambda: iter(()))
+    monkeypatch.setattr("checkmate.codegen.contributions._beginnings", lambda: iter(()))
     assert_alike(lambda run: _left_by(model, run, train), model, compiled)
 
 

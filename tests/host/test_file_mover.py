@@ -18,8 +18,8 @@ import pytest
 import torch
 
 from checkmate.errors import HostError
-from checkmate.host import file_mover, files, open_store
-from checkmate.host.file_mover import FileMover
+from checkmate.host import files, open_store
+from checkmate.host.files import FileMover
 from checkmate.host.store import BLOCK, Store
 from tests.support.processes import run_fresh_python
 
@@ -77,7 +77,7 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.M
 def test_bits_come_back_in_any_order(tried: tuple[int, ...], folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever alignment of addresses a disk asks for: one that asks for less is served as well."""
     monkeypatch.setattr(files, "ALIGNMENTS", tried)
-    monkeypatch.setattr(file_mover, "BOUNCE", 2 * BLOCK)
+    monkeypatch.setattr(files, "BOUNCE", 2 * BLOCK)
     draw, capacity = random.Random(1), 64 * BLOCK
     store = open_store(f"file:{folder}", capacity, CPU)
     there: dict[int, bytes] = {}

@@ -9,7 +9,7 @@ import torch
 
 from checkmate.host import HOMES, home_of, is_stand_in
 from checkmate.host.homes import within
-from checkmate.host.pinned_homes import Pinned, pin_storage
+from checkmate.host.pinned import Pinned, pin_storage
 from tests.support.bits import assert_same_bits
 
 pytestmark = pytest.mark.cuda

@@ -10,7 +10,7 @@ import torch
 
 from checkmate.devices import kind_of
 from checkmate.errors import HostError
-from checkmate.host import measure, open_store, pinned_mover
+from checkmate.host import measure, open_store, pinned
 from checkmate.host.store import BLOCK, Home, Store
 from tests.support.simulated_cuda.install import is_installed
 
@@ -38,8 +38,8 @@ class Cuda:
         monkeypatch.setattr(torch, "Stream", self.make)
         monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: self.inside[-1])
         monkeypatch.setattr(torch.cuda, "cudart", lambda: self)
-        monkeypatch.setattr(pinned_mover, "kind_of", lambda device: kind_of(CUDA))
-        monkeypatch.setattr(pinned_mover, "_streams", pinned_mover._streams.__wrapped__)  # of this stand-in alone
+        monkeypatch.setattr(pinned, "kind_of", lambda device: kind_of(CUDA))
+        monkeypatch.setattr(pinned, "_streams", pinned._streams.__wrapped__)  # of this stand-in alone
         monkeypatch.setattr(torch.Tensor, "copy_", lambda to, source, non_blocking: self.copy(to, source, non_blocking))
 
     def make(self, device: torch.device) -> Stream:
@@ -96,7 +96,7 @@ class Stream:
 
 
 def pinned_store(nbytes: int) -> Store:
-    return Store(pinned_mover.PinnedMover(CPU, nbytes), nbytes)
+    return Store(pinned.PinnedMover(CPU, nbytes), nbytes)
 
 
 @pytest.mark.parametrize("eager", [0, -1], ids=["compute", "copies"])

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from checkmate.capture import random_draws
 from checkmate.errors import VerificationError
-from checkmate.host.pinned_mover import PinnedMover
+from checkmate.host.pinned import PinnedMover
 from checkmate.selftest import checks
 from checkmate.selftest.checks import CHECKS, Finding, Setting, run_all
 from tests.support.processes import run_fresh_python

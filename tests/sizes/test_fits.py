@@ -25,9 +25,9 @@ from checkmate.errors import BudgetError, Unsupported
 from checkmate.memory.cuda_allocator import EXPANDABLE
 from checkmate.profiling.data_sheets import DEVICES
 from checkmate.sizes import fits as sized
+from checkmate.sizes.batches import scaled
 from checkmate.sizes.fits import NAMES, Held, planned
 from checkmate.sizes.fits_page import NOT_ASKED, Fits
-from checkmate.sizes.scaled_batch import scaled
 from tests.support.bits import assert_same_bits
 from tests.support.sampling import in_turn, long, slow
 

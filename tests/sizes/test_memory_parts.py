@@ -12,8 +12,8 @@ from benchmarks.networks.dags import unit_chain
 from checkmate import Problem
 from checkmate.core.graph import Graph, Op, Value
 from checkmate.core.problem import Profile
+from checkmate.sizes.batches import update_bytes
 from checkmate.sizes.memory_parts import UPDATES, as_plain, gradients_of, lives_of_plain, parts_of
-from checkmate.sizes.stand_ins import update_bytes
 
 STATE = 20
 BATCH = 3

@@ -17,7 +17,7 @@ import checkmate
 from checkmate.backends.tensor_state import same_bits
 from checkmate.errors import HostError, Unsupported
 from checkmate.host import home_of
-from checkmate.host.pinned_homes import Pinned
+from checkmate.host.pinned import Pinned
 from checkmate.memory import measure_peak
 from checkmate.updates.optimizers import Update
 from tests.support.bits import assert_same_bits

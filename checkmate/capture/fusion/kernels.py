@@ -19,7 +19,7 @@ import torch.fx as fx
 from torch import Tensor, nn
 
 from checkmate.capture.fusion.compiling import Boxed, Key, compiled, compiler
-from checkmate.capture.fusion.members import (
+from checkmate.capture.fusion.groups import (
     in_order,
     is_constant,
     is_elementwise,

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 import networkx as nx
 import torch.fx as fx
 
-from checkmate.capture.fusion.members import is_constant, is_part, is_reduction, maker, nbytes, readers
+from checkmate.capture.fusion.groups import is_constant, is_part, is_reduction, maker, nbytes, readers
 from checkmate.capture.nodes import call, viewed
 
 Copies = dict[fx.Node, fx.Node]  # what they are copies of

@@ -9,9 +9,8 @@ from typing import Any
 import networkx as nx
 import torch.fx as fx
 
-from checkmate.capture.fusion.groups import convex, cut, limit
+from checkmate.capture.fusion.groups import convex, cut, is_member, limit, read_from
 from checkmate.capture.fusion.kernels import Kernel, kernel_of
-from checkmate.capture.fusion.members import is_member, read_from
 from checkmate.capture.fusion.remade import drop, make_again, to_make_again
 from checkmate.capture.nodes import storages
 from checkmate.capture.op_order import TracedStep, split_forward_backward

@@ -167,7 +167,7 @@ class _Shard(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, whole: Any, shards: Shards, i: int) -> torch.Tensor:
         ctx.shards, ctx.i = shards, i
-        ctx.created, ctx.counts = ctx._sequence_nr(), (1,)  # see `checkmate.codegen.arrival_order`
+        ctx.created, ctx.counts = ctx._sequence_nr(), (1,)  # see `checkmate.codegen.contributions`
         ctx.set_materialize_grads(False)
         shard: torch.Tensor = local(whole).detach()
         return shard

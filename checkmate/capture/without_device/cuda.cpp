@@ -56,7 +56,7 @@ struct Hooks final : at::CUDAHooksInterface {
 Guard guard;
 Hooks hooks;
 
-// In the order of `Attention` in attention_choice.py. Sizes may be symbols, of which no more is asked than what decides:
+// In the order of `Attention` in cuda.py. Sizes may be symbols, of which no more is asked than what decides:
 // a sequence of 2 stands for any longer one, and one of 3 for another of these.
 int64_t attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const std::optional<at::Tensor>& mask,
                   double dropout, bool causal, std::optional<double>, bool grouped) {

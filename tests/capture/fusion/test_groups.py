@@ -12,7 +12,7 @@ import torch.fx as fx
 from torch._subclasses import FakeTensorMode
 
 from checkmate.capture.fusion import groups, remade
-from checkmate.capture.fusion.members import is_member, maker, nbytes, read_from
+from checkmate.capture.fusion.groups import is_member, maker, nbytes, read_from
 from checkmate.capture.fusion.remade import make_again, to_make_again
 
 aten = torch.ops.aten

@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from torch import Tensor
 
 from checkmate.capture.fusion import compiling, open_sizes
+from checkmate.capture.fusion.groups import is_part
 from checkmate.capture.fusion.kernels import Kernel, kernel_of
-from checkmate.capture.fusion.members import is_part
 from checkmate.capture.fusion.open_sizes import DEGREE, Term, may_run, note, term
 from checkmate.torch_internals.capturing import FakeTensorMode
 from tests.support.bits import assert_same_bits

@@ -25,8 +25,8 @@ import torch
 from torch import Tensor, nn
 
 from checkmate.backends.compilation import Backend
-from checkmate.backends.cuda_blocks import Replays
 from checkmate.backends.planner import Options
+from checkmate.backends.static_memory import Replays
 from checkmate.codegen.second_memory import Call, SecondMemories
 from checkmate.compiler import CompiledStep
 from checkmate.core.plan import Plan, Wait
@@ -36,7 +36,7 @@ from checkmate.core.simulator import check_plan, lower
 from checkmate.core.solution import Solution
 from checkmate.demo import training
 from checkmate.errors import HostError
-from checkmate.host import Store, open_store, opening, pinned_mover
+from checkmate.host import Store, open_store, opening, pinned
 from checkmate.host import store as store_module
 from checkmate.memory import measure_peak
 from checkmate.profiling import measure
@@ -329,11 +329,11 @@ class Waits:
         self.events: list[tuple[torch.Event, str]] = []
         self._patch, now = monkeypatch, torch.accelerator.current_stream
         for method in ("out", "back", "finish"):
-            monkeypatch.setattr(pinned_mover.PinnedMover, method, self._listing(method))
+            monkeypatch.setattr(pinned.PinnedMover, method, self._listing(method))
         monkeypatch.setattr(torch.accelerator, "current_stream", lambda device=None: self._as(now(device), "step"))
 
     def _listing(self, method: str) -> Callable[..., Any]:
-        really = getattr(pinned_mover.PinnedMover, method)
+        really = getattr(pinned.PinnedMover, method)
 
         def call(mover: Any, *args: Any) -> Any:
             for role in ("out", "back"):
@@ -393,7 +393,7 @@ class Row(NamedTuple):
     error: type[BaseException] = RuntimeError
 
 
-MOVER, STORE, TRANSFERS = "checkmate/host/pinned_mover.py", "checkmate/host/store.py", "checkmate/codegen/transfers.py"
+MOVER, STORE, TRANSFERS = "checkmate/host/pinned.py", "checkmate/host/store.py", "checkmate/codegen/transfers.py"
 READS, WRITES = r"does not wait for what stream \d+ reads from", r"does not wait for what stream \d+ writes to"
 OF_MOVER = [  # the function, and who waits for whom
     ("_copy: out for step", a_value_goes_and_comes_back, WRITES),  # a copy out for the value
@@ -418,9 +418,9 @@ ROWS = [
         a_store_ends_while_a_value_goes, "let go of too early", AssertionError),
     Row(STORE, "what goes is kept", not_kept(landing=False), nobody_else_has_what_goes, READS),
     Row(STORE, "what it lands in is kept", not_kept(landing=True), nobody_else_has_what_it_lands_in, WRITES),
-    Row(STORE, "reset, of what is under way", called_by("_end", pinned_mover.PinnedMover, "finish"),
+    Row(STORE, "reset, of what is under way", called_by("_end", pinned.PinnedMover, "finish"),
         a_step_ends_while_a_value_goes, READS),
-    Row(STORE, "the end, of what is under way", called_by("_end", pinned_mover.PinnedMover, "finish"),
+    Row(STORE, "the end, of what is under way", called_by("_end", pinned.PinnedMover, "finish"),
         a_store_ends_while_a_value_goes, "let go of too early", AssertionError),
     Row(TRANSFERS, "arrive", called_by("arrive", Call, "wait"), a_step_has_values_elsewhere, "wait for it", HostError),
     Row(TRANSFERS, "land", called_by("land", Call, "wait"), a_step_has_values_elsewhere,
