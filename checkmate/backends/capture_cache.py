@@ -37,7 +37,7 @@ from checkmate.capture.guards import GuardFailed
 from checkmate.capture.joint import Joint
 from checkmate.capture.meta_tensors import Descriptions
 from checkmate.capture.number_inputs import NotFree, Number, as_inputs, written_out
-from checkmate.capture.patches.boolean_indexing import knowing_selections
+from checkmate.capture.patches.data_dependence import knowing_selections
 from checkmate.capture.patches.is_compiling import plain_if_possible
 from checkmate.capture.patches.kernels import value_of
 from checkmate.capture.patches.recurrent import with_recurrent_modules

@@ -37,10 +37,10 @@ from checkmate.capture.meta_tensors import Descriptions, is_fake
 from checkmate.capture.nodes import is_collective, storage
 from checkmate.capture.number_inputs import NotFree, number_placeholders, numbers_and_draws
 from checkmate.capture.op_order import TracedStep
-from checkmate.capture.patches import context_variables, ctc_lengths, logging_calls, numpy_draws, small_changes  # noqa: F401
+from checkmate.capture.patches import ctc_lengths, python_calls, small_changes  # noqa: F401
 from checkmate.capture.patches.kernels import eager_kernels, value_of
 from checkmate.capture.patches.only_our_captures import Answer
-from checkmate.capture.patches.results import averages_by_count  # noqa: F401  # this and the five above change PyTorch once imported
+from checkmate.capture.patches.results import averages_by_count  # noqa: F401  # this and the three above change PyTorch once imported
 from checkmate.capture.patches.results.strides import eager_strides
 from checkmate.capture.patches.traced_ops import traced_since_now
 from checkmate.capture.patches.transforms import closing_levels

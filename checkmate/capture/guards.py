@@ -9,7 +9,7 @@ A condition is not evaluated, and the step refused, where the answer cannot be h
 depends on inputs that the step has overwritten in a way that is not followed, on a product of matrices, a convolution,
 attention, a recurrent layer or batch norm, or on random numbers, unless these leave no doubt (``torch.rand(()) < 0``).
 All else is a pass over its tensors. What the step writes to an input before the condition is written to a copy.
-`patches.data_branches` finds the conditions.
+`patches.data_dependence` finds the conditions.
 """
 
 from __future__ import annotations

@@ -23,8 +23,8 @@ class Patch(NamedTuple):
 
 
 PATCHES = (
-    Patch("data_branches", OURS, "jumps, bool(), item(), checks", "a condition on data is evaluated"),
-    Patch("context_variables", OURS, "calls of ContextVar", "set, read and reset as in plain PyTorch"),
+    Patch("data_dependence", OURS, "jumps, bool(), item(), checks", "a condition on data is evaluated"),
+    Patch("python_calls", OURS, "calls of ContextVar", "set, read and reset as in plain PyTorch"),
     Patch("ctc_lengths", PROCESS, "the description of CTC's kernels", "of lengths that are numbers all is known"),
     Patch("ctc_lengths", OURS, "calls of CTC's loss", "lengths known before the step are asked"),
     Patch("is_compiling", OURS, "answers to is_compiling()", "told yes, libraries compute other bits"),
@@ -34,12 +34,12 @@ PATCHES = (
     Patch("kernels", WITHIN, "svdvals, eigvalsh and what uses them", "idle vectors round otherwise"),
     Patch("kernels", WITHIN, "AOTAutograd's look at a first call", "under a mode kernels conjugate wrongly"),
     Patch("leaves", OURS, "refusals of leaves made on the way", "what they lack is not asked for"),
-    Patch("logging_calls", OURS, "logging, print, warnings", "they are left out, and that is logged"),
-    Patch("logging_calls", OURS, "raise", "an error of the user's leaves the step as in plain PyTorch"),
-    Patch("numpy_draws", OURS, "calls of np.random", "NumPy draws before the step; its arrays are inputs"),
+    Patch("python_calls", OURS, "logging, print, warnings", "they are left out, and that is logged"),
+    Patch("python_calls", OURS, "raise", "an error of the user's leaves the step as in plain PyTorch"),
+    Patch("python_calls", OURS, "calls of np.random", "NumPy draws before the step; its arrays are inputs"),
     Patch("recurrent", WITHIN, "Dynamo's setting allow_rnn", "nn.LSTM and its like are captured"),
     Patch("recurrent", PROCESS, "the description of oneDNN's LSTM", "it has a workspace, of which nothing was known"),
-    Patch("boolean_indexing", OURS, "x[mask] and its like", "what a mask selects is counted before the step"),
+    Patch("data_dependence", OURS, "x[mask] and its like", "what a mask selects is counted before the step"),
     Patch("small_changes", OURS, "addcdiv and others, taken apart", "the parts round otherwise than the whole"),
     Patch("small_changes", OURS, "torch.backends.cudnn.flags", "on the CPU it changes nothing"),
     Patch("small_changes", OURS, "x.to() and its like", "where there is nothing to convert, it is x itself"),

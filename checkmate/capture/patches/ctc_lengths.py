@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from checkmate.capture.guards import CannotTellError
-from checkmate.capture.patches.data_branches import decide, value_now
+from checkmate.capture.patches.data_dependence import decide, value_now
 from checkmate.capture.patches.only_our_captures import follow_function
 from checkmate.torch_internals.capturing import (
     FakeTensorMode,
