@@ -66,9 +66,8 @@ AGAIN = 3  # times that an op runs again in a thread, to see whether it wavers
 MOST_INTEGER = 2**24  # of the whole numbers that the kernel of a group is tried on
 STRIDE = 5003  # by how many numbers the sets of two arguments are apart; a prime, so that all kinds meet
 
-Call = Callable[[], Any]
 T = TypeVar("T")
-Count = Callable[[int, Call], Any]  # makes a call over the argument at a position, and counts its bytes
+Count = Callable[[int, Callable[[], Any]], Any]  # makes a call over the argument at a position, and counts its bytes
 
 _known: dict[tuple[str, OpKey], Any] = {}  # by trial and op, what this process found
 
@@ -112,7 +111,7 @@ def _try(node: fx.Node, run: partial[Any], count: Count, does: dict[int, bool]) 
     does.update(dict.fromkeys(good, True))
 
 
-def _is_same(node: fx.Node, call: Call, over: torch.Tensor, plain: list[torch.Tensor]) -> bool:
+def _is_same(node: fx.Node, call: Callable[[], Any], over: torch.Tensor, plain: list[torch.Tensor]) -> bool:
     """Tell whether a call over an argument leaves there the bits that the plain call made."""
     where = over.data_ptr(), over.untyped_storage().nbytes()
     results = attempt(node, lambda: tensors(call()))

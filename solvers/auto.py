@@ -28,7 +28,7 @@ from checkmate.errors import SolverError
 from checkmate.solvers.baselines.checkpointing import checkpoint_all
 from checkmate.solvers.common.flat_problem import Tables
 from checkmate.solvers.common.incumbent import Clock, Incumbent, Remarks, Task
-from checkmate.solvers.common.schedules import as_matrix, cost_of, fits, obeys_limits
+from checkmate.solvers.common.schedules import as_matrix, cost_of, fits_budget, obeys_limits
 from checkmate.solvers.host.offload import offload
 from checkmate.solvers.linear.milp import milp
 from checkmate.solvers.linear.moments import Bound, lifted_runs, moment_bound
@@ -237,7 +237,7 @@ def _guided(search: Portfolio, task: Task) -> None:
     for runs in search.guided.search(task.clock.share(PASSES)):
         improved = exchange(task.within(EXCHANGE * task.clock.left), runs)
         search.incumbent.offer(improved, "guided")
-        if fits(problem, task.budget, R := as_matrix(improved)):  # out of order it may, where a schedule does not
+        if fits_budget(problem, task.budget, R := as_matrix(improved)):  # out of order it may, a schedule not
             fitting.append(R)
     if fitting:
         R = min(fitting, key=partial(cost_of, problem))

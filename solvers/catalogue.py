@@ -16,7 +16,7 @@ from checkmate.solvers.baselines.griewank import griewank
 from checkmate.solvers.baselines.min_cut import min_cut
 from checkmate.solvers.baselines.rotor import rotor
 from checkmate.solvers.common.incumbent import Remarks
-from checkmate.solvers.host.exact import milp, poet
+from checkmate.solvers.host.exact import exact, poet
 from checkmate.solvers.host.policies import capuchin, offload_all
 from checkmate.solvers.linear.milp import lp_rounding
 from checkmate.solvers.search.greedy import next_use
@@ -86,7 +86,7 @@ _TABLE = (
     Method("dtr", "evict at run time by one of six scores, and plan what that would run", KIRISAME, dtr, TIMED),
     Method("rotor", "the optimal persistent checkpoints of a chain of segments", "Beaumont et al., 2019", rotor, TIMED),
     Method("min-cut", "save a minimum cut between forward and backward", "He, AOTAutograd, 2022", min_cut, TIMED),
-    Method("milp", "the integer program over R, S, U and FREE, exactly", JAIN, milp, SOLVER, sends=True, homes=True),
+    Method("milp", "the integer program over R, S, U and FREE, exactly", JAIN, exact, SOLVER, sends=True, homes=True),
     Method("lp-rounding", "its linear relaxation, rounded in two phases", f"{JAIN}, Section 5", lp_rounding, RELAXED),
     Method("offload-all", "send all that the backward reads to a second memory", HOOKS, offload_all, **BESIDE),
     Method("capuchin", "swap what is unused for long, recompute what is cheap", PENG, capuchin, TIMED, **BESIDE),

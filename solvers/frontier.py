@@ -185,10 +185,10 @@ def frontier(
     return Frontier(tuple(shared))
 
 
-Call = tuple[Problem, str, int, dict[str, Any]]  # method, budget, options
+Case = tuple[Problem, str, int, dict[str, Any]]  # method, budget, options
 
 
-def _solve_all(calls: list[Call], jobs: int | None, client: Any, progress: bool | None) -> list[Solution]:
+def _solve_all(calls: list[Case], jobs: int | None, client: Any, progress: bool | None) -> list[Solution]:
     """Solve several calls, some in parallel; ``jobs``, ``client`` and ``progress`` as in `frontier`."""
     if jobs is not None and (isinstance(jobs, bool) or not isinstance(jobs, int) or jobs < 1):
         raise ValueError(f"jobs is a number of processes, at least 1, not {jobs!r}.")
@@ -215,7 +215,7 @@ def _solve_all(calls: list[Call], jobs: int | None, client: Any, progress: bool 
     return solutions
 
 
-def _solve_there(calls: list[Call], client: Any, progress: bool | None) -> list[Solution]:
+def _solve_there(calls: list[Case], client: Any, progress: bool | None) -> list[Solution]:
     # Problems travel without their graph modules.
     bare = {id(problem): replace(problem, codegen=None) for problem, *_ in calls}
     futures = [client.submit(_answer, bare[id(problem)], *call) for problem, *call in calls]

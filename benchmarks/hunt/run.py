@@ -31,7 +31,7 @@ from checkmate.errors import CheckmateError
 from checkmate.solvers import plan_cache
 from checkmate.solvers.background_search import News
 from checkmate.solvers.common.incumbent import certify
-from checkmate.solvers.search.min_budget import least_runs
+from checkmate.solvers.search.min_budget import least_memory
 from checkmate.solvers.solve import solve
 
 STEPS = 3
@@ -239,7 +239,7 @@ class _Turns:
         self.cost, self.failure, self.goes_on = rest.start.cost, "", True
         self.news, self.better = News(self.cost, 0.0, 0.0), cast("News | None", None)
         problem, most = rest.problem, rest.problem.keep_all_peak
-        smallest, runs = least_runs(problem, time_limit=PLANNING)
+        smallest, runs = least_memory(problem, time_limit=PLANNING)
         plans = [solve(problem, (smallest + most) // 2, time_limit=PLANNING).plan] if smallest < most - 1 else []
         plans += [certify(problem, most, runs, method="auto").plan] if smallest < most else []
         self.plans = [plan for plan in plans if plan is not None]

@@ -29,7 +29,7 @@ import torch
 from checkmate.backends.step_problem import with_guards
 from checkmate.capture.around import Around
 from checkmate.capture.joint import Joint
-from checkmate.codegen.boxed import Run, takes_one_list
+from checkmate.codegen.boxed import Boxed, takes_one_list
 from checkmate.codegen.call_token import call_token
 from checkmate.codegen.emit import is_unchecked
 from checkmate.core.problem import Problem
@@ -204,14 +204,14 @@ class SwappableCode:
 
     def __init__(self, results: int, places: Sequence[int] = (), sizes: tuple[int, ...] = (), numbers: int = 0) -> None:
         self._results, self._places, self.numbers = results, places, numbers
-        self.make: Callable[[tuple[int, ...], list[Any]], tuple[Run, Run]] | None = None  # code for other sizes
+        self.make: Callable[[tuple[int, ...], list[Any]], tuple[Boxed, Boxed]] | None = None  # code for other sizes
         self._now = {sizes: 0}  # by sizes, the number of the plan by which the forward runs
         self._last: dict[tuple[int, ...], int] = {}  # by sizes, the last call of them
-        self._runs: dict[str, dict[int, Run]] = {"forward": {}, "backward": {}}  # by that number
+        self._runs: dict[str, dict[int, Boxed]] = {"forward": {}, "backward": {}}  # by that number
         self._numbers, self._calls = itertools.count(1), itertools.count()
         self.alive: dict[int, int] = {}  # calls whose saved tensors live, so that a backward may come; their plans
 
-    def first(self, phase: Literal["forward", "backward"], run: Run) -> Run:
+    def first(self, phase: Literal["forward", "backward"], run: Boxed) -> Boxed:
         """Take the first plan's functions, the backward last, and give AOTAutograd the ones to call."""
         # From PyTorch 2.14 on AOTAutograd notes by place which of the saved tensors are inputs, and saves the others
         # without the graph of their views. Of another plan the inputs are others: save all without.
@@ -222,7 +222,7 @@ class SwappableCode:
         whole = self._forward if phase == "forward" else self._backward
         return takes_one_list(lambda inputs: whole(inputs))
 
-    def swap(self, forward: Run, backward: Run, sizes: tuple[int, ...] = ()) -> None:
+    def swap(self, forward: Boxed, backward: Boxed, sizes: tuple[int, ...] = ()) -> None:
         """Run this code in all later forwards of these sizes and their backwards."""
         number = next(self._numbers)
         self._runs["backward"][number] = backward

@@ -32,7 +32,7 @@ from checkmate.units import check_positive, exact_bytes, format_bytes, parse_bud
 log = logging.getLogger("checkmate.backends.planner")
 
 Memory = Literal["arena", "allocator"]
-Wait = Literal["first", "best"] | float
+WaitOption = Literal["first", "best"] | float
 Bytes = int | float | str
 FIRST_SECONDS = 1.0  # to look for a plan before a step runs with what there is
 _HOSTS = ("pinned", "memory")  # second memories that are no files
@@ -49,7 +49,7 @@ class CompileOptions(TypedDict, total=False):
     cache: bool
     max_plans: int
     memory: Memory | None
-    wait: Wait
+    wait: WaitOption
     rules: Rules | None
     host_budget: Bytes | None
     host: str | None
@@ -92,7 +92,7 @@ class Options:
     cache: bool = True
     max_plans: int = 64
     memory: Memory | None = None  # an arena, where one can be had
-    wait: Wait = "first"
+    wait: WaitOption = "first"
     rules: Rules | None = None
     host_budget: Bytes | None = None
     host: str | None = None  # a file on the CPU, pinned memory on CUDA; alone: most of what is free there

@@ -32,7 +32,7 @@ from checkmate.devices import REQUESTED
 from checkmate.errors import InfeasibleBudget, SolverError
 from checkmate.inspection.addresses import storages_of
 from checkmate.memory import native
-from checkmate.memory.arena import PHASES, Arena, Phase, Run
+from checkmate.memory.arena import PHASES, Arena, Boxed, Phase
 from checkmate.memory.cuda_allocator import EXPANDABLE, DeviceState, Used, replay, replay_steps
 from checkmate.memory.lives import Lives
 from checkmate.solvers import addresses
@@ -132,7 +132,7 @@ class FirstStep:
         """Compare the bytes of a step from an arena that serves other plans too."""
         self.took(taken, self.planned)
 
-    def around(self, phase: Phase, run: Run) -> Run:
+    def around(self, phase: Phase, run: Boxed) -> Boxed:
         """Wrap a function of one list to measure its first call on an accelerator; unchanged on the CPU."""
         if self._device.type == "cpu":
             return run

@@ -30,7 +30,7 @@ from checkmate.torch_internals import running
 from checkmate.torch_internals.running import OpOverload
 
 aten = torch.ops.aten
-Run = Callable[[list[Any]], Any]  # of inputs in one list
+Boxed = Callable[[list[Any]], Any]  # of inputs in one list
 FILE = "<checkmate>"  # of the code that runs
 ANEW = "anew"  # in a module's meta data: writes it again, so that its function need not keep it
 _CODES = WeakValueDictionary[bytes, CodeType]()  # by the text
@@ -59,7 +59,7 @@ _BINDINGS: dict[Any, Callable[..., Any]] = dict(_PRIVATE) | {
 }
 
 
-class Boxed(CodeGen):
+class ListCodeGen(CodeGen):
     """Code that takes one list and clears it, so that the caller holds nothing that the code frees."""
 
     def gen_fn_def(self, free_vars: list[str], maybe_return_annotation: str, *args: Any, **kwargs: Any) -> str:
@@ -69,7 +69,7 @@ class Boxed(CodeGen):
         return f"def forward(self, inputs){maybe_return_annotation}:{unpack}\n    inputs.clear()"
 
 
-def takes_one_list(run: Run) -> Run:
+def takes_one_list(run: Boxed) -> Boxed:
     """Mark a function for AOTAutograd: it takes its inputs in one list, which it may clear."""
     run._boxed_call = True  # type: ignore[attr-defined]
     return run
@@ -85,7 +85,7 @@ class Detached:
 Calls = Mapping[fx.Node, tuple[Any, tuple[Any, ...], dict[str, Any]]]  # target, arguments, and keywords
 
 
-def boxed(module: fx.GraphModule, calls: Calls = MappingProxyType({})) -> Run:
+def boxed(module: fx.GraphModule, calls: Calls = MappingProxyType({})) -> Boxed:
     """The function of a module that takes and clears one list, marked for AOTAutograd.
 
     Its code has a line for each node, as that of `torch.fx` has, with each op under a name of its own: to look up
@@ -132,7 +132,7 @@ def when_asked(module: fx.GraphModule) -> Callable[[], fx.GraphModule]:
     return (lambda: module) if anew is None else (lambda: reference() or anew())
 
 
-def _function(text: str, bound: dict[str, Any]) -> Run:
+def _function(text: str, bound: dict[str, Any]) -> Boxed:
     """The function ``forward`` of a text; its code is shared by all that have this text."""
     key = sha256(text.encode()).digest()
     code = _CODES.get(key)

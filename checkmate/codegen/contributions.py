@@ -39,7 +39,7 @@ from torch.autograd.graph import get_gradient_edge
 from checkmate.capture.around import Around
 from checkmate.capture.nodes import input_position, is_mutating, is_view, leaf_nodes, storages
 from checkmate.capture.rewrite import without_dead_code
-from checkmate.codegen.boxed import ANEW, Run, takes_one_list, when_asked
+from checkmate.codegen.boxed import ANEW, Boxed, takes_one_list, when_asked
 from checkmate.codegen.emit import Modules
 from checkmate.codegen.transfers import as_made
 from checkmate.codegen.undefined_gradients import before_backward, compiled_functions, without
@@ -372,7 +372,7 @@ def places_of(arrived: Sequence[Arrival], mask: int) -> list[int | None]:
     return [place.get(i) for i in range(len(arrived))]
 
 
-def lowered(module: fx.GraphModule, lower: Callable[[fx.GraphModule], Run]) -> Run:
+def lowered(module: fx.GraphModule, lower: Callable[[fx.GraphModule], Boxed]) -> Boxed:
     """The function of a module; of a backward for any subset of given and of requested gradients.
 
     Those handed in may be None; a batch of them is refused. A `Fan` gets contributions one by one where it needs them.
@@ -396,7 +396,7 @@ def lowered(module: fx.GraphModule, lower: Callable[[fx.GraphModule], Run]) -> R
         return backward
 
     @cache
-    def variant(wanted: tuple[int, ...], missing: tuple[int, ...]) -> Run:
+    def variant(wanted: tuple[int, ...], missing: tuple[int, ...]) -> Boxed:
         return lower(part(wanted, missing))
 
     @cache

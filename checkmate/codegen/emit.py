@@ -27,7 +27,7 @@ from checkmate.capture.nodes import storage
 from checkmate.capture.rewrite import Unwritten
 from checkmate.capture.sharded import collectives
 from checkmate.codegen import transfers
-from checkmate.codegen.boxed import Boxed
+from checkmate.codegen.boxed import ListCodeGen
 from checkmate.codegen.writing_over import OVER, OWN, refuse_unwritable
 from checkmate.core.plan import Drop, Fetch, Free, Plan, Run, Send, Start, Step, Wait
 from checkmate.errors import SolverError
@@ -239,7 +239,7 @@ class _Writer:
             if node.target is operator.getitem and not node.users:
                 self.graph.erase_node(node)
         self.graph.lint()
-        self.graph.set_codegen(Boxed())
+        self.graph.set_codegen(ListCodeGen())
         return Unwritten(self.joint.module, self.graph)
 
     def _run(self, step: Run) -> None:

@@ -4,8 +4,8 @@ Each call has a store of its own, so that calls of which several are begun befor
 know nothing of each other. A store that a call gives back serves the next one; where a plan has more elsewhere than the
 store has room for, a larger one takes its place.
 
-Forward and backward of one call share a `Call`, whatever other calls begin between them. A token goes from the one to
-the other (`checkmate.codegen.call_token`); when it is gone, what waits is let go of.
+Forward and backward of one call share an `OpenCall`, whatever other calls begin between them. A token goes from the one
+to the other (`checkmate.codegen.call_token`); when it is gone, what waits is let go of.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Adopted(NamedTuple):
 
 
 @dataclass(eq=False)
-class Call:
+class OpenCall:
     """A call of a step, with its values in the second memory."""
 
     store: Store  # for this call alone
@@ -137,7 +137,7 @@ class Call:
         self.waited += time.perf_counter() - begin
 
 
-_calls: dict[int, Call] = {}  # whose backward may still come
+_calls: dict[int, OpenCall] = {}  # whose backward may still come
 _numbers = itertools.count()
 _here = threading.local()  # .call: the one that runs on this thread
 
@@ -149,7 +149,7 @@ def _leave(number: int) -> None:
         call.home.left.append(call)
 
 
-def call_of(token: torch.Tensor) -> Call:
+def call_of(token: torch.Tensor) -> OpenCall:
     """The call that a saved tensor identifies."""
     call = _calls.get(int(token))
     if call is None:
@@ -195,7 +195,7 @@ class SecondMemory:
         self._at_home = 0  # bytes of it
         self._free: list[Store] = []
         self._used: set[Store] = set()
-        self.left: deque[Call] = deque()  # calls to be ended
+        self.left: deque[OpenCall] = deque()  # calls to be ended
         self._books = threading.Lock()
 
     @property
@@ -238,10 +238,10 @@ class SecondMemory:
                 store = open_store(self.where, capacity, self.device)
             self._used.add(store)
         number = next(_numbers)
-        _here.call = _calls[number] = Call(store, self)
+        _here.call = _calls[number] = OpenCall(store, self)
         return call_token(number, partial(_leave, number))
 
-    def finish(self, call: Call, why: str, *, broken: bool = False) -> None:
+    def finish(self, call: OpenCall, why: str, *, broken: bool = False) -> None:
         """End a call: stop its transfers and free its bytes, but send home what was overwritten.
 
         Args:

@@ -22,7 +22,7 @@ from torch.autograd.graph import increment_version
 from torch.fx.node import has_side_effect
 
 from checkmate.capture.nodes import Held
-from checkmate.codegen.second_memory import HAS_RUN, Adopted, Call, TensorLayout, call_of, running
+from checkmate.codegen.second_memory import HAS_RUN, Adopted, OpenCall, TensorLayout, call_of, running
 from checkmate.core.graph import Graph
 from checkmate.core.plan import Drop, Plan, Send
 from checkmate.errors import HostError, Unsupported
@@ -44,7 +44,7 @@ def _is_plain(tensor: torch.Tensor) -> bool:
     )
 
 
-def _at_work(token: torch.Tensor) -> Call:
+def _at_work(token: torch.Tensor) -> OpenCall:
     call = call_of(token)
     if call.is_over:
         raise Unsupported(call.is_over)

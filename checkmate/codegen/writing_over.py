@@ -27,7 +27,7 @@ import torch.fx as fx
 from checkmate.capture.fusion.kernels import Kernel
 from checkmate.capture.inplace.rules import call_over, positions
 from checkmate.capture.nodes import is_view, storages
-from checkmate.codegen.boxed import Calls, Detached, Run, boxed, takes_one_list, when_asked
+from checkmate.codegen.boxed import Boxed, Calls, Detached, boxed, takes_one_list, when_asked
 from checkmate.errors import SolverError
 from checkmate.torch_internals.running import (
     NAMES,
@@ -137,7 +137,7 @@ def run_over(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], positio
     return target(*args, **kwargs)
 
 
-def writing_over(module: fx.GraphModule) -> Run:
+def writing_over(module: fx.GraphModule) -> Boxed:
     """The function of a module whose marked ops write over their arguments if only this call can see it."""
     if (saved := module.meta.get(_SAVED)) is None:
         writes, saved = _writes_and_saved(module.graph)
@@ -148,12 +148,12 @@ def writing_over(module: fx.GraphModule) -> Run:
     whole, again = boxed(module, calls_over(writes)), when_asked(module)
 
     @cache
-    def sparing() -> Run:
+    def sparing() -> Boxed:
         module = again()
         return boxed(module, calls_over(writes_of(module.graph, spare=True)))
 
     @cache
-    def plain() -> Run:
+    def plain() -> Boxed:
         return boxed(again())
 
     @takes_one_list

@@ -33,7 +33,7 @@ from pathlib import Path
 import torch
 
 from checkmate.errors import HostError
-from checkmate.host.store import BLOCK, Value, Wait, rounded
+from checkmate.host.store import BLOCK, Ending, StoredValue, rounded
 from checkmate.units import exact_bytes
 
 PIECE = 16 << 20  # bytes of one call
@@ -151,13 +151,13 @@ class FileMover:
         self._out, self._back = _Lane(out=True), _Lane(out=False)
         self._begun: list[Future[None]] = []  # not known to have ended
 
-    def out(self, storage: torch.UntypedStorage, value: Value) -> Wait:
+    def out(self, storage: torch.UntypedStorage, value: StoredValue) -> Ending:
         """Begin to copy a value into the file, or its home."""
         address = storage.data_ptr()
         value.head = 0 if value.home else min(-address % self._file.alignment, value.nbytes)
         return self._begin(self._out, value, address)
 
-    def back(self, value: Value, storage: torch.UntypedStorage) -> Wait:
+    def back(self, value: StoredValue, storage: torch.UntypedStorage) -> Ending:
         """Begin to copy a value from the file, or its home."""
         return self._begin(self._back, value, storage.data_ptr())
 
@@ -172,7 +172,7 @@ class FileMover:
             lane.thread.shutdown()
         self._file.close()
 
-    def _begin(self, lane: _Lane, value: Value, address: int) -> Wait:
+    def _begin(self, lane: _Lane, value: StoredValue, address: int) -> Ending:
         self._begun = [future for future in self._begun if not future.done()]
         file = value.home.memory if value.home else self._file
         self._begun.append(lane.thread.submit(lane.copy, file, value, address))
@@ -198,7 +198,7 @@ class _Lane:
         self.thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix=name)
         self.thread.submit(int).result()  # a thread that cannot start is known when the store is opened
 
-    def copy(self, file: File, value: Value, address: int) -> None:
+    def copy(self, file: File, value: StoredValue, address: int) -> None:
         """Copy a value: first its aligned body, then head and tail, which have blocks of their own."""
         begin, body = address + value.head, (value.nbytes - value.head) // BLOCK * BLOCK
         if begin % file.alignment == 0:
@@ -208,7 +208,7 @@ class _Lane:
                 self._by_way(file, value, done, [(begin + done, min(BOUNCE, body - done))])
         self._by_way(file, value, body, [(address, value.head), (begin + body, value.nbytes - value.head - body)])
 
-    def _by_way(self, file: File, value: Value, at: int, pieces: list[tuple[int, int]]) -> None:
+    def _by_way(self, file: File, value: StoredValue, at: int, pieces: list[tuple[int, int]]) -> None:
         """Copy pieces of memory, (address, bytes), through the buffer, in which they are adjacent."""
         places = list(accumulate((count for _, count in pieces), initial=self._bounce))
         if self._is_out:

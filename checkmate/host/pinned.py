@@ -23,7 +23,7 @@ import torch
 
 from checkmate.devices import kind_of
 from checkmate.host.homes import within
-from checkmate.host.store import HOMES, Home, Value, Wait, address_of
+from checkmate.host.store import HOMES, Ending, Home, StoredValue, address_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,11 +95,11 @@ class PinnedMover:
         self._out, self._back = _streams(device)
         self._compute = torch.accelerator.current_stream(device)
 
-    def out(self, storage: torch.UntypedStorage, value: Value) -> Wait:
+    def out(self, storage: torch.UntypedStorage, value: StoredValue) -> Ending:
         """Begin to copy a value into the host's memory."""
         return self._copy(self._out, storage, value, out=True)
 
-    def back(self, value: Value, storage: torch.UntypedStorage) -> Wait:
+    def back(self, value: StoredValue, storage: torch.UntypedStorage) -> Ending:
         """Begin to copy a value from the host's memory."""
         return self._copy(self._back, storage, value, out=False)
 
@@ -112,7 +112,7 @@ class PinnedMover:
         """Return the memory to the host."""
         self._pinned = torch.empty(0, dtype=torch.uint8)
 
-    def _copy(self, stream: torch.Stream, storage: torch.UntypedStorage, value: Value, *, out: bool) -> Wait:
+    def _copy(self, stream: torch.Stream, storage: torch.UntypedStorage, value: StoredValue, *, out: bool) -> Ending:
         """Copy each piece after all earlier work of the compute stream."""
         view = torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage, 0, (value.nbytes,), (1,))
         compute = torch.accelerator.current_stream(self._device)

@@ -33,7 +33,9 @@ from checkmate.units import exact_bytes
 log = logging.getLogger("checkmate.host")
 
 BLOCK = 4096  # bytes: what a file is read and written by without the page cache
-Wait = Callable[[], BaseException | None]  # until a copy has ended, for all that follows; what went wrong, if anything
+Ending = Callable[
+    [], BaseException | None
+]  # wait until a copy has ended, for all that follows; what went wrong, if anything
 TORN = "A tensor may be new in part there: load a checkpoint before you go on."
 
 
@@ -93,14 +95,14 @@ def is_stand_in(tensor: Any) -> bool:
 
 
 @dataclass(eq=False)
-class Value:
+class StoredValue:
     """A value in a second memory, from its `Store.send` to its `Store.drop`; with a home, from `Store.adopt` on."""
 
     nbytes: int
     extents: tuple[range, ...]  # its bytes there, in whole blocks
     kept: torch.UntypedStorage | None  # source or landing, alive until its copy has ended
     head: int = 0  # bytes at its begin that lie behind all others there; noted by the mover that wrote them
-    pending: Wait | None = None
+    pending: Ending | None = None
     arrived: bool = False  # its bytes are there, whole
     home: Home | None = None
 
@@ -110,10 +112,10 @@ class Mover(Protocol):
 
     name: str  # for errors
 
-    def out(self, storage: torch.UntypedStorage, value: Value) -> Wait:
+    def out(self, storage: torch.UntypedStorage, value: StoredValue) -> Ending:
         """Begin to copy a value out."""
 
-    def back(self, value: Value, storage: torch.UntypedStorage) -> Wait:
+    def back(self, value: StoredValue, storage: torch.UntypedStorage) -> Ending:
         """Begin to copy a value back."""
 
     def finish(self) -> None:
@@ -134,7 +136,7 @@ class Store:
     def __init__(self, mover: Mover, capacity: int) -> None:
         self.capacity = rounded(capacity)  # bytes
         self._mover = mover
-        self._values: dict[int, Value] = {}
+        self._values: dict[int, StoredValue] = {}
         self._books = threading.Lock()
         self._process = os.getpid()
         self._close = weakref.finalize(self, _shut, mover, self._values, self._process)
@@ -154,7 +156,7 @@ class Store:
         with self._opened():
             if key in self._values:
                 raise HostError(f"Value {key} is in {self._mover.name} already: it cannot be in {home.name} too.")
-            self._values[key] = Value(home.nbytes, home.extents, None, arrived=True, home=home)
+            self._values[key] = StoredValue(home.nbytes, home.extents, None, arrived=True, home=home)
 
     def send(self, key: int, storage: torch.UntypedStorage) -> None:
         """Begin to copy a value out, or to its home. Its storage must stay unchanged until `wait`.
@@ -187,7 +189,7 @@ class Store:
                     f"{exact_bytes(self.bytes_there)} of {exact_bytes(self.capacity)} are taken."
                 )
             # It is kept before anything is copied.
-            self._values[key] = value = Value(nbytes, tuple(filter(None, extents)), storage)
+            self._values[key] = value = StoredValue(nbytes, tuple(filter(None, extents)), storage)
             value.pending = self._mover.out(storage, value)
 
     def fetch(self, key: int, landing: torch.UntypedStorage) -> None:
@@ -255,7 +257,7 @@ class Store:
         with self._books:
             self._close()
 
-    def _settled(self, key: int, act: str, nbytes: int | None = None) -> Value:
+    def _settled(self, key: int, act: str, nbytes: int | None = None) -> StoredValue:
         """A value with a whole copy, of this many bytes, and no transfer under way."""
         value = self._values.get(key)
         if value is not None and value.pending is not None:
@@ -280,7 +282,7 @@ class Store:
             yield
 
 
-def _shut(mover: Mover, values: dict[int, Value], process: int) -> None:
+def _shut(mover: Mover, values: dict[int, StoredValue], process: int) -> None:
     """Clean up a store that is closed, deleted, or alive at the interpreter's exit."""
     if os.getpid() != process:  # a forked child has no threads to end, and its file is closed with the mover
         return
@@ -289,7 +291,7 @@ def _shut(mover: Mover, values: dict[int, Value], process: int) -> None:
     mover.close()
 
 
-def _end(mover: Mover, values: dict[int, Value]) -> HostError | None:
+def _end(mover: Mover, values: dict[int, StoredValue]) -> HostError | None:
     """End all copies, those to homes by their end, and give the error if one of these has failed.
 
     Storages that were copied are let go of here: an error's traceback may keep a value longer.
@@ -305,7 +307,7 @@ def _end(mover: Mover, values: dict[int, Value]) -> HostError | None:
     return error
 
 
-def _failed(value: Value, name: str, why: BaseException) -> HostError:
+def _failed(value: StoredValue, name: str, why: BaseException) -> HostError:
     """The error of a copy."""
     way, torn = ("from", "") if value.arrived else ("to", "" if value.home is None else f". {TORN}")
     return HostError(f"The copy of {exact_bytes(value.nbytes)} {way} {name} failed: {why}{torn}")

@@ -34,7 +34,7 @@ TOLD_STEPS = 4  # in which it is measured what the machine gives beside the aren
 _HELD = Path("/proc/self/statm")  # pages; the second number says how many the machine holds
 Phase = Literal["forward", "backward"]
 PHASES: tuple[Phase, ...] = ("forward", "backward")
-Run = Callable[[list[Any]], Any]
+Boxed = Callable[[list[Any]], Any]
 Offsets = Sequence[int]  # (N,) bytes from the begin of the arena, where each allocation lies
 
 
@@ -125,7 +125,7 @@ class Arena:
         if self._handle is not None:
             self._library.checkmate_renew(self._handle, int(ROOM * capacity))
 
-    def within(self, phase: Phase, run: Run) -> Run:
+    def within(self, phase: Phase, run: Boxed) -> Boxed:
         """A function of one list whose allocations on its thread come from the arena."""
         number = PHASES.index(phase)
 

@@ -16,7 +16,6 @@ from checkmate.updates.gradients import Scaling, are_not_finite, total
 from checkmate.updates.optimizers import Update
 from checkmate.updates.updates import Updates
 
-Run = Callable[..., Any]
 NUMBER_BYTES = 8
 AVERAGED = 3  # the position of what an update overwrites beside its parameter, in its arguments
 
@@ -33,7 +32,7 @@ def update(updates: Updates, own_update: Update) -> PlannedOp:
         return [own_update.held(name, size) for name, size in own_update.states.items() if size > NUMBER_BYTES]
 
     # The function measured in its place, with its own states and averages.
-    def rehearsal() -> Run:
+    def rehearsal() -> Callable[..., Any]:
         update_one = own_update.rehearsal()
         follow = None if average is None or own_update.parameter not in average.pairs else average.rehearsal()
 
@@ -62,7 +61,7 @@ def add(updates: Updates, own_update: Update, *, exchanges: bool = False) -> Pla
         return own_update.parameter.grad
 
     # The function measured in its place, with its own sum.
-    def rehearsal() -> Run:
+    def rehearsal() -> Callable[..., Any]:
         rooms: dict[torch.Tensor, torch.Tensor] = {}
 
         def rehearse(gradient: torch.Tensor, like: torch.Tensor, *before: torch.Tensor) -> torch.Tensor:
@@ -99,7 +98,7 @@ def exchange(exchange: Exchange, parameter: torch.Tensor) -> PlannedOp:
     Gives the mean of all ranks, and the number of this exchange: all ranks send in one order.
     """
 
-    def averaging(mean: Run) -> Run:
+    def averaging(mean: Callable[..., Any]) -> Callable[..., Any]:
         return lambda gradient, like, before, out=None: (mean(gradient, out), _token_of(like))
 
     run, does = averaging(exchange.mean), "averages the gradient of {} over all ranks"

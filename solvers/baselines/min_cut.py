@@ -42,7 +42,7 @@ def min_cut(task: Task, incumbent: Incumbent) -> Remarks:
     5.0
     """
     problem, clock, details = task.problem, task.clock, {"cuts": 0}
-    ops, sizes = candidates(problem), problem.sizes.copy()
+    ops, sizes = savable(problem), problem.sizes.copy()
     sizes[list(problem.graph.outputs)] = 0  # held anyway
     seconds = {k: float(problem.seconds[k]) for k in ops}
     weight = {k: int(sizes[list(problem.graph.ops[k].outputs)].sum()) for k in ops}
@@ -76,7 +76,7 @@ def min_cut(task: Task, incumbent: Incumbent) -> Remarks:
     return Remarks(f"the cut whose plan has the least peak takes {format_bytes(incumbent.least_peak or 0)}")
 
 
-def candidates(problem: Problem) -> list[int]:
+def savable(problem: Problem) -> list[int]:
     """Forward ops that make, or lead to, values that the backward reads, and that may run again; ascending."""
     graph = problem.graph
     needed = {v for op in graph.ops[graph.forward_length :] for v in op.inputs}

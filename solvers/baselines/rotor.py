@@ -72,7 +72,7 @@ def rotor(task: Task, incumbent: Incumbent) -> Remarks:
         if segments in tried or (tried and task.clock.elapsed >= task.clock.seconds / 2):
             continue
         tried.append(segments)
-        table = Table.of(measure(problem, segments), -(-int(task.budget * MOST_TOLD) // SLOTS), SLOTS)
+        table = CostTable.of(measure(problem, segments), -(-int(task.budget * MOST_TOLD) // SLOTS), SLOTS)
         # bisect on the memory that the program is told, over the amounts at which its optimum changes
         last = len(segments) - 1
         costs = table.seconds[0, last]
@@ -105,7 +105,7 @@ class Option(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Table:
+class CostTable:
     """The fewest seconds, beyond one run of each op, for segments s to t within m slots of memory.
 
     ``seconds[s, t]`` (slots + 1,) float64, infinite where m is too little. What enters s is at hand and not counted in
@@ -118,7 +118,7 @@ class Table:
     seconds: dict[tuple[int, int], np.ndarray] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, chain: Chain, unit: int, slots: int) -> Table:
+    def of(cls, chain: Chain, unit: int, slots: int) -> CostTable:
         """Fill the table, from few segments to many, grouped by the last one.
 
         C(s, t, m) = min(keep s:   C(s+1, t, m - ā_s)                                   if s fits while it keeps

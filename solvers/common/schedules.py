@@ -121,7 +121,7 @@ def lowered(problem: Problem, R: np.ndarray) -> Plan:
     return simulator.lower(problem, Schedule.from_runs(problem.graph, R))
 
 
-def fits(problem: Problem, budget: int, R: np.ndarray) -> bool:
+def fits_budget(problem: Problem, budget: int, R: np.ndarray) -> bool:
     """Tell whether R (T, T) is a schedule within the budget, for searches that try many."""
     return obeys_limits(problem, R) and peak_of(problem, R) <= budget
 

@@ -73,7 +73,7 @@ SHARE_OF_RECOMPUTATION, SHARE_OF_SETS = 0.3, 0.1  # of the time; of what is left
 MOST_OPS = 200  # beyond this the program takes gigabytes, and finds nothing in minutes
 
 
-def milp(
+def exact(
     task: Task,
     incumbent: Incumbent,
     *,

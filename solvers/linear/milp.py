@@ -25,7 +25,7 @@ from checkmate.core.schedule import Schedule
 from checkmate.core.solution import OPTIMAL_GAP
 from checkmate.errors import SolverError
 from checkmate.solvers.common.incumbent import Incumbent, Remarks, Task
-from checkmate.solvers.common.schedules import cost_of, fits, obeys_limits, peak_of, without_useless
+from checkmate.solvers.common.schedules import cost_of, fits_budget, obeys_limits, peak_of, without_useless
 from checkmate.solvers.linear import highs
 from checkmate.solvers.linear.equations import Variables, build, cost_unit, without_spare
 from checkmate.solvers.linear.highs import SolveStatus
@@ -196,7 +196,7 @@ def _offer(task: Task, incumbent: Incumbent, R: np.ndarray) -> bool:
             fewer = R.copy()
             fewer[t, k] = False
             fewer = without_useless(problem.graph, fewer)
-            R = fewer if fits(problem, task.budget, fewer) else R
+            R = fewer if fits_budget(problem, task.budget, fewer) else R
     return incumbent.offer(R, "lp-rounding")
 
 
@@ -229,13 +229,13 @@ def least_runs(problem: Problem, S: np.ndarray) -> np.ndarray:
         results = [v for v in op.outputs if op.pinned or v in graph.outputs]
         S[k + 1 :, results] = True
     while True:
-        R, fits = _runs(graph, S), True
+        R, is_late = _runs(graph, S), False
         for k, last in problem.limits.last_stage.items():
             late = np.flatnonzero(R[last + 1 :, k])
             if late.size:  # keep the values from the last stage in which they can be made
                 S[last + 1 : last + 2 + late[-1], list(graph.ops[k].outputs)] = True
-                fits = False
-        if fits:
+                is_late = True
+        if not is_late:
             return R
 
 

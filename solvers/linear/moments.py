@@ -47,7 +47,7 @@ import numpy as np
 from checkmate.core.problem import Problem
 from checkmate.core.schedule import Schedule
 from checkmate.solvers.common.incumbent import Incumbent, Task
-from checkmate.solvers.common.schedules import bytes_in_stages, cost_of, fits, on_demand
+from checkmate.solvers.common.schedules import bytes_in_stages, cost_of, fits_budget, on_demand
 from checkmate.solvers.linear import highs
 from checkmate.solvers.linear.cuts import Path, PathCuts, rounded
 from checkmate.solvers.linear.highs import SolveStatus
@@ -223,7 +223,7 @@ def _solve(
     new_bound = _answer(problem, x, at, result.x, value, cut=result.outcome is SolveStatus.STOPPED)
     new_bound = replace(new_bound, parts=best.parts if best.moments == tuple(at) else new_bound.kept)
     schedule = Schedule.from_runs(problem.graph, lifted_runs(problem, new_bound))
-    proven = fits(problem, budget, schedule.R) and cost_of(problem, schedule.R) <= value * (1 + EXACT)
+    proven = fits_budget(problem, budget, schedule.R) and cost_of(problem, schedule.R) <= value * (1 + EXACT)
     return replace(new_bound, schedule=schedule if proven else None)
 
 

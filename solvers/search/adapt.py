@@ -22,7 +22,7 @@ from checkmate.core.solution import Solution
 from checkmate.errors import SolverError
 from checkmate.solvers.common.flat_problem import Tables
 from checkmate.solvers.common.incumbent import Clock, Task, certify
-from checkmate.solvers.common.schedules import as_matrix, as_stages, cost_of, fits
+from checkmate.solvers.common.schedules import as_matrix, as_stages, cost_of, fits_budget
 from checkmate.solvers.search.drop_runs import drop_runs
 from checkmate.solvers.search.greedy import GRID, DeadEnd, run_pass
 from checkmate.solvers.search.local_search import exchange
@@ -106,7 +106,7 @@ def adapt(task: Task, R: np.ndarray) -> np.ndarray | None:
             schedules.append(as_matrix(stages))
         if task.clock.is_over:
             break
-    if (not schedules or not task.clock.is_over) and fits(task.problem, task.budget, R):
+    if (not schedules or not task.clock.is_over) and fits_budget(task.problem, task.budget, R):
         schedules.append(as_matrix(drop_runs(task.problem, task.budget, as_stages(R), task.clock)))
     if not schedules:
         return None

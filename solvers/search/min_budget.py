@@ -243,7 +243,7 @@ def with_most_sent(problem: Problem, *, time_limit: float = TIME_LIMIT) -> tuple
     sent = sorted(sendable(problem), key=lambda v: -int(problem.sizes[v]))
     every = fetching = with_fetches(problem, sent)
     while sent or fetching.homes:
-        peak, R = least_runs(fetching.problem, time_limit=time_limit)
+        peak, R = least_memory(fetching.problem, time_limit=time_limit)
         plan = place_transfers(problem, peak, *plain_events(fetching, lowered(fetching.problem, R)))
         if plan is not None and simulator.simulate(plan, problem).host_peak <= problem.host.budget:
             return every, plan
@@ -254,7 +254,7 @@ def with_most_sent(problem: Problem, *, time_limit: float = TIME_LIMIT) -> tuple
     return every, None
 
 
-def least_runs(problem: Problem, *, time_limit: float = TIME_LIMIT) -> tuple[int, np.ndarray]:
+def least_memory(problem: Problem, *, time_limit: float = TIME_LIMIT) -> tuple[int, np.ndarray]:
     """The smallest peak that a schedule without a second memory is known to reach, and its R (T, T)."""
     record = _find(problem.with_host(None) if problem.host is not None else problem, time_limit)
     return record.peak, record.R

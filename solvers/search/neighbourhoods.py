@@ -36,7 +36,7 @@ import numpy as np
 from checkmate.core.problem import Problem
 from checkmate.solvers.common.flat_problem import Tables
 from checkmate.solvers.common.incumbent import Task
-from checkmate.solvers.common.schedules import cost_of, fits, without_useless
+from checkmate.solvers.common.schedules import cost_of, fits_budget, without_useless
 from checkmate.solvers.linear import equations, highs
 from checkmate.solvers.linear.highs import SolveStatus
 from checkmate.solvers.linear.model import NONE, Model
@@ -92,7 +92,7 @@ def _best_around(task: Task, R: np.ndarray, levels: int, patience: float) -> tup
         return R, solved
     schedule = without_useless(problem.graph, near.runs(answer.x))
     better = cost_of(problem, schedule) < cost_of(problem, R)
-    return (schedule if better and fits(problem, budget, schedule) else R), solved
+    return (schedule if better and fits_budget(problem, budget, schedule) else R), solved
 
 
 def places_around(problem: Problem, R: np.ndarray, levels: int) -> np.ndarray:

@@ -35,7 +35,7 @@ from itertools import accumulate
 from operator import or_
 from typing import NamedTuple
 
-Block = tuple[int, int, int]  # born, died (exclusive), size
+Span = tuple[int, int, int]  # born, died (exclusive), size
 NODES = 500  # decisions of the shortest searches, beside two for each block
 SHARE_OF_PROOF = 0.2  # of all decisions, for searches of all blocks
 NOISE = 0.3  # how far a random search departs from the usual order
@@ -52,7 +52,7 @@ class Packing:
 
 
 def pack(
-    blocks: Sequence[Block], capacity: int, *, time_limit: float = math.inf, node_limit: float = math.inf, seed: int = 0
+    blocks: Sequence[Span], capacity: int, *, time_limit: float = math.inf, node_limit: float = math.inf, seed: int = 0
 ) -> Packing:
     """Find addresses below a height, or prove that there are none.
 
@@ -110,15 +110,15 @@ def _luby(i: int) -> int:
 class Part:
     """Blocks merged into one, each with its offset in it."""
 
-    block: Block
+    block: Span
     places: tuple[tuple[int, int], ...]  # (which block, offset)
 
 
-def _alone(blocks: Sequence[Block]) -> list[Part]:
+def _alone(blocks: Sequence[Span]) -> list[Part]:
     return [Part(block, ((i, 0),)) for i, block in enumerate(blocks)]
 
 
-def contract(blocks: Sequence[Block], rng: random.Random, *, stack: bool) -> list[Part]:
+def contract(blocks: Sequence[Span], rng: random.Random, *, stack: bool) -> list[Part]:
     """Merge blocks: equal sizes one after the other in time; with ``stack`` also those of one life."""
     parts, count = _alone(blocks), -1
     while len(parts) != count:
@@ -172,7 +172,7 @@ class _Choice:
 
 
 def fill(
-    blocks: Sequence[Block],
+    blocks: Sequence[Span],
     capacity: int,
     *,
     node_limit: float = math.inf,
@@ -229,7 +229,7 @@ def _go_back(arena: _Arena, path: list[_Choice], reason: int) -> bool:
 class _Arena:
     """The levels of all sections with their blocks, and the decisions behind them."""
 
-    def __init__(self, blocks: Sequence[Block], capacity: int, seed: int | None) -> None:
+    def __init__(self, blocks: Sequence[Span], capacity: int, seed: int | None) -> None:
         moments = sorted({moment for born, died, _ in blocks for moment in (born, died)})
         at = {moment: section for section, moment in enumerate(moments)}
         rng = random.Random(seed)

@@ -17,7 +17,7 @@ from checkmate.core.files import rows
 from checkmate.core.host import Host
 from checkmate.errors import HostError, InvalidProblem
 from checkmate.host import BLOCK, known_links, measure, open_store, opening
-from checkmate.host.store import Store, Value, Wait
+from checkmate.host.store import Ending, Store, StoredValue
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 MIB = 1 << 20
@@ -64,13 +64,13 @@ class Timed:
         self.now, self.speeds, self.shared = 0.0, (send, fetch), shared
         self.ends = [0.0, 0.0]
 
-    def out(self, storage: torch.UntypedStorage, value: Value) -> Wait:
+    def out(self, storage: torch.UntypedStorage, value: StoredValue) -> Ending:
         return self.begin(0, value)
 
-    def back(self, value: Value, storage: torch.UntypedStorage) -> Wait:
+    def back(self, value: StoredValue, storage: torch.UntypedStorage) -> Ending:
         return self.begin(1, value)
 
-    def begin(self, way: int, value: Value) -> Wait:
+    def begin(self, way: int, value: StoredValue) -> Ending:
         behind = self.ends if self.shared else self.ends[way : way + 1]
         self.ends[way] = max(self.now, *behind) + value.nbytes / self.speeds[way]
         return partial(self.reach, self.ends[way])

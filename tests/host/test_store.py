@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from checkmate.errors import CheckmateError, HostError
-from checkmate.host.store import BLOCK, Store, Value, Wait, rounded
+from checkmate.host.store import BLOCK, Ending, Store, StoredValue, rounded
 from checkmate.solvers.addresses import Block, place_blocks
 
 
@@ -27,14 +27,14 @@ class ByHand:
         self.extents: list[tuple[range, ...]] = []  # of what was sent
         self.error: BaseException | None = None
 
-    def out(self, storage: torch.UntypedStorage, value: Value) -> Wait:
+    def out(self, storage: torch.UntypedStorage, value: StoredValue) -> Ending:
         self.extents.append(value.extents)
         return self.copied("out")
 
-    def back(self, value: Value, storage: torch.UntypedStorage) -> Wait:
+    def back(self, value: StoredValue, storage: torch.UntypedStorage) -> Ending:
         return self.copied("back")
 
-    def copied(self, way: str) -> Wait:
+    def copied(self, way: str) -> Ending:
         self.asked.append(way)
         error = self.error
 

@@ -24,7 +24,7 @@ from checkmate.solvers import background_search, plan_cache
 from checkmate.solvers.background_search import News, Search
 from checkmate.solvers.common import processes
 from checkmate.solvers.plan_cache import BETTER
-from checkmate.solvers.search.min_budget import least_runs
+from checkmate.solvers.search.min_budget import least_memory
 from checkmate.solvers.solve import attempt
 from tests.solvers.steps import layers
 from tests.support.offers import begin_poorly, plan
@@ -94,7 +94,7 @@ def _state(pid: int) -> str:
 @pytest.mark.slow
 def test_a_process_finds_what_is_better_and_keeps_it() -> None:
     problem = layers(8, size=4)
-    budget = least_runs(problem, time_limit=0.5)[0] + 8
+    budget = least_memory(problem, time_limit=0.5)[0] + 8
     query = replace(begin_poorly(problem, budget).rest, cache=True)
     best = solve(problem, budget)
     assert best.cost < (1 - BETTER) * query.start.cost
@@ -119,7 +119,7 @@ def test_what_fails_in_the_process_is_told_in_its_words() -> None:
 def test_only_what_is_notably_better_is_told_as_a_plan() -> None:
     """Functions of a problem are not sent."""
     problem = layers(8, size=4)
-    budget = least_runs(problem, time_limit=0.5)[0] + 8
+    budget = least_memory(problem, time_limit=0.5)[0] + 8
     best, told = solve(problem, budget), list[News]()
     found = background_search.search(replace(begin_poorly(problem, budget).rest, start=best), told.append)
     assert (found.cost, told[-1].over) == (best.cost, True)

@@ -17,7 +17,7 @@ from checkmate.solvers.search.backward_beam import Beam, detours, prices
 from checkmate.solvers.search.drop_runs import GuidedPasses, drop_runs
 from checkmate.solvers.search.greedy import GRID, DeadEnd, run_pass
 from checkmate.solvers.search.local_search import exchange
-from checkmate.solvers.search.min_budget import least_runs, min_budget
+from checkmate.solvers.search.min_budget import least_memory, min_budget
 from checkmate.solvers.search.neighbourhoods import search_around
 from checkmate.solvers.search.value_sets import ValueSets
 from checkmate.solvers.solve import FOLLOWS_ALL, solve
@@ -44,7 +44,7 @@ GENERAL = [
 def test_methods_are_never_below_the_optimum(make: Make, seed: int) -> None:
     """A plan is verified and costs no less than the best schedule, which what is exact finds; no bound is above it."""
     problem, known = make(seed), outcomes(make(seed))
-    of_all, least, ends = min(peak for _, peak in known), least_runs(problem)[1], min_budget(problem)
+    of_all, least, ends = min(peak for _, peak in known), least_memory(problem)[1], min_budget(problem)
     assert ends.bound <= of_all <= ends.peak == peak_of(problem, least)
     assert problem.limits.max_runs or ends.proven
     assert not wrong(problem, least)
@@ -73,7 +73,7 @@ def test_parts_of_auto_are_never_wrong(make: Make, seed: int) -> None:
     pinned = [k for k, op in enumerate(problem.graph.ops) if op.pinned]
     asked = [R for R in every if (R[:, pinned].sum(axis=0) == 1).all()]
     np.testing.assert_array_equal([R for R in asked if obeys_limits(problem, R)], good)
-    least = least_runs(problem)[1]
+    least = least_memory(problem)[1]
     for budget in sorted({peak_of(problem, R) for R in good})[:3]:
         fitting = [R for R in good if peak_of(problem, R) <= budget]
         dearest, too_large = (max(some, key=lambda R: float(R.sum())) for some in (fitting, every))

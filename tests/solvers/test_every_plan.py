@@ -13,7 +13,7 @@ from checkmate.core import simulator
 from checkmate.core.plan import Free, Run
 from checkmate.solvers import plan_cache
 from checkmate.solvers.common import incumbent
-from checkmate.solvers.search.min_budget import MinBudget, least_runs
+from checkmate.solvers.search.min_budget import MinBudget, least_memory
 from tests.solvers.checks import wrong
 from tests.solvers.steps import FIVE
 from tests.support.all_plans import cheapest_plan, is_a_schedule, random_chain_with_host, random_dag
@@ -60,7 +60,7 @@ def beside_all_plans(problem: Problem) -> int:
     Where a schedule fits, no plan is faster than the best of these in any of these problems.
     """
     least, better = min_budget(problem).peak, 0
-    of_schedules, unavoidable = least_runs(problem)[0], int(problem.unavoidable_bytes.max())
+    of_schedules, unavoidable = least_memory(problem)[0], int(problem.unavoidable_bytes.max())
     for budget in sorted({unavoidable, unavoidable + 1, least - 1, least, of_schedules}):
         if unavoidable <= budget < problem.keep_all_peak:
             solution = solve(problem, budget, gap=0.0)

@@ -19,7 +19,7 @@ from checkmate.solvers.search.backward_search import find_plan
 from checkmate.solvers.search.drop_runs import drop_runs
 from checkmate.solvers.search.greedy import GRID, DeadEnd, Weights, run_pass
 from checkmate.solvers.search.local_search import exchange
-from checkmate.solvers.search.min_budget import least_runs
+from checkmate.solvers.search.min_budget import least_memory
 from checkmate.solvers.search.value_sets import ValueSets
 from checkmate.solvers.solve import FOLLOWS_ALL
 from tests.solvers.checks import all_runs, begun, runs, wrong
@@ -90,7 +90,7 @@ def test_no_stage_fails_on_what_another_may_do(asks: str | int) -> None:
 
 
 def test_local_search_and_known_plans_obey() -> None:
-    _, R = least_runs(LIMITED)
+    _, R = least_memory(LIMITED)
     assert not wrong(LIMITED, as_matrix(exchange(Task(LIMITED, 15, Clock(2.0)), as_stages(R), quiet=20)))
     of_no_bytes = Problem.from_dag(MIRROR, [1] * 8, [0] * 8, forward=4)
     again = with_rules(of_no_bytes, {"op": "recompute"})

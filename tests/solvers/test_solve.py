@@ -27,7 +27,7 @@ from checkmate.solvers.linear import highs
 from checkmate.solvers.linear.highs import Result, SolveStatus
 from checkmate.solvers.linear.model import Model
 from checkmate.solvers.search import min_budget as search
-from checkmate.solvers.search.min_budget import least_runs
+from checkmate.solvers.search.min_budget import least_memory
 from checkmate.solvers.solve import attempt, cheapest_split, min_budget
 from checkmate.units import exact_bytes
 from tests.solvers.checks import check, takes_less_than
@@ -102,7 +102,7 @@ def test_a_refusal_names_the_op_and_a_budget_that_works(name: str) -> None:
 
 def test_a_slow_smallest_budget_names_the_smallest_that_takes_less_than_twice() -> None:
     problem = dags.unit_chain(40)
-    least, R = least_runs(problem)
+    least, R = least_memory(problem)
     times, once = R.sum() / problem.keep_all_cost, problem.keep_all_cost
     assert times > 10
     slow = min_budget(problem).slow

@@ -16,7 +16,7 @@ from checkmate.core.solution import Query, Solver
 from checkmate.solvers import plan_cache
 from checkmate.solvers.background_search import News, first_plan
 from checkmate.solvers.common.incumbent import certify
-from checkmate.solvers.search.min_budget import least_runs
+from checkmate.solvers.search.min_budget import least_memory
 from checkmate.solvers.solve import attempt, refused
 
 SECONDS = 0.1  # for each plan
@@ -66,7 +66,7 @@ def left_open(plan: Solution, seconds: float) -> Solution:
 
 def begin_poorly(problem: Problem, budget: int) -> Solution:
     """Begin with the plan of the smallest budget, though there is more room: any search finds a better one."""
-    plan = certify(problem, budget, least_runs(problem, time_limit=SECONDS)[1], method="auto")
+    plan = certify(problem, budget, least_memory(problem, time_limit=SECONDS)[1], method="auto")
     return left_open(plan, 10.0)
 
 

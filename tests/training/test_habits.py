@@ -32,7 +32,7 @@ from checkmate.core.problem import Problem
 from checkmate.core.solution import Solution
 from checkmate.errors import Unsupported
 from checkmate.solvers.common.incumbent import certify
-from checkmate.solvers.search.min_budget import least_runs
+from checkmate.solvers.search.min_budget import least_memory
 from tests.support.bits import assert_same_bits
 from tests.support.plainly import nothing_drawn
 from tests.support.stepping import grads_of
@@ -54,7 +54,7 @@ def _tight(monkeypatch: pytest.MonkeyPatch, one_thread: None) -> None:
     """Take the plan of the smallest budget whatever the budget says: ops run again in it."""
 
     def plan(self: Planner, problem: Problem, beside: int = 0, **options: Any) -> Solution:
-        smallest, runs = least_runs(problem, time_limit=0.2)
+        smallest, runs = least_memory(problem, time_limit=0.2)
         return certify(problem, smallest, runs, method="auto")
 
     monkeypatch.setattr(Planner, "plan", plan)

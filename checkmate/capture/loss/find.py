@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from checkmate.capture.loss.kernels import CAST, OF_RESULT, POINTWISE, Step
+from checkmate.capture.loss.kernels import CAST, OF_RESULT, POINTWISE, Pointwise
 from checkmate.capture.nodes import leaf_nodes, storage, viewed
 from checkmate.torch_internals.capturing import is_sym_node
 
@@ -79,7 +79,7 @@ class Loss:
         return any(user not in own for node in (self.product, *self.before) for user in node.users)
 
     @property
-    def steps(self) -> tuple[tuple[Step, ...], tuple[Step, ...]]:
+    def steps(self) -> tuple[tuple[Pointwise, ...], tuple[Pointwise, ...]]:
         """Pointwise ops from the product to the softmax, and those of the gradient on the way back."""
         before = [node for node in self.before if str(node.target) in POINTWISE]
         back = [node for node in self.through if str(node.target) in POINTWISE]
@@ -94,7 +94,7 @@ class Loss:
         return numbers.union(leaf_nodes(inputs), () if self.smoothing is None else self.smoothing.all_input_nodes)
 
 
-def _step(node: fx.Node, forward: list[fx.Node]) -> Step:
+def _step(node: fx.Node, forward: list[fx.Node]) -> Pointwise:
     name = str(node.target)
     operand: Any = node.kwargs["dtype"] if name == CAST else node.args[1] if len(node.args) > 1 else None
     return name, forward.index(operand) + 1 if name in OF_RESULT else operand

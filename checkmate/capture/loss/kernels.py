@@ -39,7 +39,7 @@ APART = 16  # columns beside a block, for targets outside of it; so many keep it
 EXACT = torch.float32  # log-sums of this type are as the kernel has them, and products by columns have the same bits
 CAST = "aten._to_copy.default"
 
-Step = tuple[str, Any]  # a pointwise op, and what it takes beside the value: a number, a type, the place of a logit
+Pointwise = tuple[str, Any]  # an op, and what it takes beside the value: a number, a type, the place of a logit
 
 POINTWISE: dict[str, Callable[[Tensor, Any, Tensor], Tensor]] = {  # each writes to its last argument
     CAST: lambda x, _, out: out.copy_(x),
@@ -76,8 +76,8 @@ class Form(NamedTuple):
 
     ignore: int  # the target of rows that do not count
     dtype: torch.dtype  # of the softmax
-    forward: tuple[Step, ...]  # from the product to the logits
-    backward: tuple[Step, ...]  # from the gradient of the logits to that of the product
+    forward: tuple[Pointwise, ...]  # from the product to the logits
+    backward: tuple[Pointwise, ...]  # from the gradient of the logits to that of the product
     smooth: bool  # log-probabilities of all columns count, not of the target alone
     parts: int
 
@@ -184,7 +184,9 @@ def gradients_of_weights(
     return tuple(result for result in (of_weight, of_bias) if result is not None)
 
 
-def _memory(layer: Layer, form: Form, *, saved: bool) -> tuple[tuple[Step, ...], list[torch.dtype | None], list[int]]:
+def _memory(
+    layer: Layer, form: Form, *, saved: bool
+) -> tuple[tuple[Pointwise, ...], list[torch.dtype | None], list[int]]:
     """Steps from product to logits, types of buffers, and the buffers of the product and of each step."""
     steps = form.forward or (((CAST, form.dtype),) if layer.z is not None else ())  # a kept product is copied first
     stays = {place for name, place in form.backward if name in OF_RESULT} if saved else set()

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from checkmate import Problem, Status
-from checkmate.solvers.baselines.min_cut import SLOTS, candidates, cut, most_seconds
+from checkmate.solvers.baselines.min_cut import SLOTS, cut, most_seconds, savable
 from checkmate.solvers.common.schedules import kept_by_the_forward
 from tests.solvers.checks import solve, subsets
 from tests.solvers.steps import STEPS
@@ -52,7 +52,7 @@ def test_no_choice_saves_fewer_bytes_than_the_cut(seed: int) -> None:
 @pytest.mark.parametrize("name", STEPS)
 def test_what_is_banned_does_not_run_again(name: str) -> None:
     problem = STEPS[name]
-    banned = candidates(problem)[::2]
+    banned = savable(problem)[::2]
     again = kept_by_the_forward(problem, cut(problem, banned)).sum(axis=0) - 1
     assert not again[banned].any()
     assert again.any()
@@ -84,6 +84,6 @@ def test_the_knapsack_is_full_of_the_most_seconds(seed: int) -> None:
 
 def test_without_a_backward_there_is_nothing_to_save() -> None:
     problem = Problem.from_dag([[], [0], [0, 1]], seconds=[1] * 3, sizes=[1] * 3)
-    assert candidates(problem) == cut(problem, []) == []
+    assert savable(problem) == cut(problem, []) == []
     assert solve("min-cut", problem, 3).cost == 3.0
     assert solve("min-cut", problem, 2).status is Status.NOT_FOUND

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from checkmate import Problem, Status
-from checkmate.solvers.baselines.rotor import Chain, Table, measure, runs_of, segments_of
+from checkmate.solvers.baselines.rotor import Chain, CostTable, measure, runs_of, segments_of
 from checkmate.solvers.common.schedules import peak_of
 from tests.solvers.checks import by, solve
 from tests.solvers.steps import STEPS, random_chain
@@ -84,7 +84,7 @@ def test_the_table_is_the_best_of_all_strategies(seed: int) -> None:
     length = 1 + seed % 5
     chain, slots = random_segments(seed, length), 60
     known = [outcome(chain, actions) for actions in strategies(0, length - 1)]
-    table = Table.of(chain, 1, slots)
+    table = CostTable.of(chain, 1, slots)
     for m in range(slots + 1):
         best = min((seconds for seconds, peak in known if peak <= m), default=np.inf)
         assert table.seconds[0, length - 1][m] == pytest.approx(best)
@@ -95,13 +95,13 @@ def test_the_table_is_the_best_of_all_strategies(seed: int) -> None:
 def test_what_the_table_says_it_does_takes_the_seconds_it_says(seed: int) -> None:
     """Coarser slots round up: they take no fewer seconds."""
     chain = random_segments(seed, 6)
-    table = Table.of(chain, 1, 60)
+    table = CostTable.of(chain, 1, 60)
     for m in np.flatnonzero(np.isfinite(table.seconds[0, 5])):
         actions = [(what, k) for what, k in table.actions(0, len(table.chain) - 1, int(m)) if what != "backward"]
         again = [(what, k) for i, (what, k) in enumerate(actions) if k in {before for _, before in actions[:i]}]
         seconds = sum(chain.pass_seconds[k] if what == "pass" else chain.keep_seconds[k] for what, k in again)
         assert seconds == pytest.approx(table.seconds[0, 5][m])
-    fine, coarse = table.seconds[0, 5], Table.of(chain, 7, 10).seconds[0, 5]
+    fine, coarse = table.seconds[0, 5], CostTable.of(chain, 7, 10).seconds[0, 5]
     assert all(coarse[m] >= fine[min(60, 7 * m)] for m in range(11))
     assert np.isfinite(coarse[-1])
 
@@ -112,7 +112,7 @@ def test_the_model_of_memory_is_close_to_the_simulator(name: str) -> None:
     problem = STEPS[name]
     segments = segments_of(problem)
     unit = problem.keep_all_peak // 1000
-    table = Table.of(measure(problem, segments), unit, 1100)
+    table = CostTable.of(measure(problem, segments), unit, 1100)
     least = int(np.argmax(table.seconds[0, len(segments) - 1] == 0.0))
     R = runs_of(problem, segments, table.actions(0, len(segments) - 1, least))
     assert (R == np.eye(len(R), dtype=bool)).all()

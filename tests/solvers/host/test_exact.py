@@ -11,7 +11,7 @@ import pytest
 from checkmate import Host, Problem, Status, solve
 from checkmate.core import simulator
 from checkmate.core.rules import with_rules
-from checkmate.solvers.host.exact import milp
+from checkmate.solvers.host.exact import exact
 from tests.solvers.checks import begun, wrong
 from tests.support.all_plans import cheapest_plan, random_chain_with_host, random_problem_with_host
 from tests.support.oracle import Make, best_within, drawn, random_problem, random_ruled_problem
@@ -69,7 +69,7 @@ def test_no_plan_is_below_the_bound_and_few_found_are_above_the_cheapest(make: M
         for budget in budgets(problem):
             cheapest, _ = cheapest_plan(problem, budget)
             incumbent = begun(problem, budget, 60)
-            found = milp(incumbent.task, incumbent)
+            found = exact(incumbent.task, incumbent)
             bound = max(found.details.get("bound", 0.0), incumbent.bound)
             assert bound / ONCE <= cheapest <= incumbent.cost * ONCE, (seed, budget)
             if cheapest < math.inf:

@@ -11,7 +11,7 @@ from checkmate.core.schedule import Schedule
 from checkmate.solvers.common.incumbent import Clock, Task
 from checkmate.solvers.common.schedules import bytes_in_stages, peak_of
 from checkmate.solvers.search.backward_beam import detours
-from checkmate.solvers.search.min_budget import least_runs
+from checkmate.solvers.search.min_budget import least_memory
 from tests.solvers.checks import all_runs
 from tests.support.oracle import random_problem
 from tests.support.sampling import in_turn
@@ -21,7 +21,7 @@ from tests.support.sampling import in_turn
 def test_much_less_than_the_plan_of_the_smallest_peak() -> None:
     """Where no pass of eviction fits, the plan of the smallest peak makes everything again in each stage."""
     chain = dags.unit_chain(16)
-    start = least_runs(chain)[1]
+    start = least_memory(chain)[1]
     found = detours(Task(chain, 4, Clock(60.0)), start)
     assert peak_of(chain, found) <= 4
     assert found.sum() == 67 < start.sum()  # the optimum
@@ -29,7 +29,7 @@ def test_much_less_than_the_plan_of_the_smallest_peak() -> None:
 
 def test_the_same_seed_gives_the_same_plan_and_without_time_the_plan_stays() -> None:
     problem = dags.unit_chain(8)
-    start = least_runs(problem)[1]
+    start = least_memory(problem)[1]
     one, two, same = (detours(Task(problem, 4, Clock(limit), seed=3), start) for limit in (60.0, 60.0, 0.0))
     assert np.array_equal(one, two)
     assert np.array_equal(same, start)

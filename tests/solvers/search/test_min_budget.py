@@ -11,7 +11,7 @@ from checkmate import Problem, Profile, Status, min_budget, solve
 from checkmate.solvers.common.incumbent import Clock
 from checkmate.solvers.common.schedules import peak_of
 from checkmate.solvers.search import min_budget as least
-from checkmate.solvers.search.min_budget import MinBudget, bottleneck, least_plan, least_runs
+from checkmate.solvers.search.min_budget import MinBudget, bottleneck, least_memory, least_plan
 from checkmate.units import exact_bytes
 from tests.solvers.checks import takes_less_than, wrong
 from tests.support.all_plans import smallest_peak
@@ -27,7 +27,7 @@ def test_both_ends_are_the_smallest_peak_of_all_plans(make: Make, block: int) ->
     for problem in drawn(make, range(12 * block, 12 * block + 12), larger=12):
         truth, of_schedules = smallest_peak(problem), min(peak for _, peak in outcomes(problem))
         assert min_budget(problem) == MinBudget(truth, truth)
-        assert peak_of(problem, least_runs(problem)[1]) == of_schedules
+        assert peak_of(problem, least_memory(problem)[1]) == of_schedules
         assert wrong(problem, least_plan(problem, truth, Clock()), truth) == []
 
 
@@ -67,7 +67,7 @@ def test_the_ends_meet_on_training_steps(name: str) -> None:
     ends = min_budget(problem)
     assert problem.unavoidable_bytes.max() <= ends.bound <= ends.peak < 0.7 * problem.keep_all_peak
     assert ends.gap <= 0.002
-    peak, R = least_runs(problem)
+    peak, R = least_memory(problem)
     assert peak == ends.peak == peak_of(problem, R)
     assert R.sum(axis=0) @ problem.seconds < 3 * problem.keep_all_cost
 

@@ -8,11 +8,11 @@ import pytest
 from benchmarks.networks import dags
 from checkmate.core.problem import Problem
 from checkmate.solvers.common.incumbent import Clock, Task
-from checkmate.solvers.common.schedules import cost_of, fits, peak_of, without_useless
+from checkmate.solvers.common.schedules import cost_of, fits_budget, peak_of, without_useless
 from checkmate.solvers.linear import highs
 from checkmate.solvers.linear.equations import cost_unit
 from checkmate.solvers.search.greedy import next_use
-from checkmate.solvers.search.min_budget import least_runs
+from checkmate.solvers.search.min_budget import least_memory
 from checkmate.solvers.search.neighbourhoods import build, places_around, search_around
 from tests.solvers.checks import begun, runs
 from tests.support.layered import layered
@@ -41,7 +41,7 @@ def test_with_all_places_free_the_best_is_that_of_brute_force(make: Make, seed: 
         if answer.x is not None:
             assert answer.objective * cost_unit(problem) == pytest.approx(best)
             found = without_useless(problem.graph, near.runs(answer.x))
-            assert fits(problem, budget, found)
+            assert fits_budget(problem, budget, found)
             assert cost_of(problem, found) == pytest.approx(best)
 
 
@@ -65,7 +65,7 @@ def test_a_schedule_is_in_the_model_exactly_from_its_peak_on(make: Make, seed: i
 def test_the_chain_is_solved_from_its_plan_of_the_smallest_peak() -> None:
     """The plan stays as it is without time."""
     chain = dags.unit_chain(8)
-    start = least_runs(chain)[1]
+    start = least_memory(chain)[1]
     assert np.array_equal(search_around(Task(chain, 4, Clock(0.0)), start), start)
     found = search_around(Task(chain, 4, Clock(60.0)), start)
     assert (peak_of(chain, found) <= 4, found.sum()) == (True, 26)  # the optimum

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from checkmate.backends.compilation import Backend
 from checkmate.backends.planner import Options
 from checkmate.backends.static_memory import Replays
-from checkmate.codegen.second_memory import Call, SecondMemories
+from checkmate.codegen.second_memory import OpenCall, SecondMemories
 from checkmate.compiler import CompiledStep
 from checkmate.core.plan import Plan, Wait
 from checkmate.core.problem import Problem
@@ -422,8 +422,9 @@ ROWS = [
         a_step_ends_while_a_value_goes, READS),
     Row(STORE, "the end, of what is under way", called_by("_end", pinned.PinnedMover, "finish"),
         a_store_ends_while_a_value_goes, "let go of too early", AssertionError),
-    Row(TRANSFERS, "arrive", called_by("arrive", Call, "wait"), a_step_has_values_elsewhere, "wait for it", HostError),
-    Row(TRANSFERS, "land", called_by("land", Call, "wait"), a_step_has_values_elsewhere,
+    Row(TRANSFERS, "arrive", called_by("arrive", OpenCall, "wait"),
+        a_step_has_values_elsewhere, "wait for it", HostError),
+    Row(TRANSFERS, "land", called_by("land", OpenCall, "wait"), a_step_has_values_elsewhere,
         f"{WRITES}|wait for it", Exception),
     Row(MOVER, "finish, before the user has what went home, and the next call begins", of_mover("finish: host for out"),
         a_model_at_home_is_used_after_its_step, "does not wait for what goes home", AssertionError),
