@@ -89,10 +89,9 @@ def step_one(
     before, parameter.grad = parameter.grad, gradient
     try:
         with torch.no_grad():
-            step: Any = (
-                kind.step
-            )  # of a known class without the wrapper that tells a profiler and hooks of a whole step
-            (step if known(optimizer) is None else inspect.unwrap(step))(view)
+            # Of a known class, without the wrapper that tells a profiler and hooks of a whole step.
+            step: Any = kind.step if known(optimizer) is None else inspect.unwrap(kind.step)
+            step(view)
     finally:
         parameter.grad = before
 
