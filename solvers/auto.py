@@ -28,7 +28,7 @@ from checkmate.errors import SolverError
 from checkmate.solvers.baselines.checkpointing import checkpoint_all
 from checkmate.solvers.common.flat_problem import Tables
 from checkmate.solvers.common.incumbent import Clock, Incumbent, Remarks, Task
-from checkmate.solvers.common.schedules import as_matrix, cost_of, fits_budget, obeys_limits
+from checkmate.solvers.common.schedules import Stages, as_matrix, cost_of, fits_budget, obeys_limits
 from checkmate.solvers.host.offload import offload
 from checkmate.solvers.linear.milp import milp
 from checkmate.solvers.linear.moments import Bound, lifted_runs, moment_bound
@@ -124,7 +124,7 @@ class Portfolio:
     is_cut_short: bool = False  # the first look by passes of next use, by the clock
     failed: list[str] = field(default_factory=list)  # errors of stages
     relaxed: list[Bound] = field(default_factory=list)  # what the models of more and more moments keep
-    small: list[list[int]] | None = None  # the ops that run in each stage of a plan of a small peak
+    small: Stages | None = None  # the ops that run in each stage of a plan of a small peak
     guided: GuidedPasses | None = None  # beside such a plan
 
     @property

@@ -40,7 +40,7 @@ import numpy as np
 
 from checkmate.solvers.common.flat_problem import Tables
 from checkmate.solvers.common.incumbent import Clock, Incumbent, OutOfTime, Remarks, Task
-from checkmate.solvers.common.schedules import as_matrix, cost_of, without_forbidden, without_useless
+from checkmate.solvers.common.schedules import Stages, as_matrix, cost_of, without_forbidden, without_useless
 from checkmate.solvers.search.greedy import DeadEnd
 from checkmate.units import format_bytes
 
@@ -233,7 +233,7 @@ class Runtime:
         self.may_run = [True] * T  # the first time, or again
         self.held: set[int] = set()  # cannot come back, not read by the program any more, but others are made of them
 
-    def run(self) -> list[list[int]] | DeadEnd:
+    def run(self) -> Stages | DeadEnd:
         """The ops that run in each stage, in order, repeats included; or the op at which nothing was left to evict.
 
         Raises:

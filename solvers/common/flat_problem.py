@@ -9,6 +9,7 @@ import numpy as np
 
 from checkmate.core.inplace import Saving
 from checkmate.core.problem import Problem
+from checkmate.solvers.common.schedules import Stages
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,7 @@ class Tables:
                 touches[v].append((p, True))
         return touches
 
-    def seconds_of(self, stages: list[list[int]]) -> float:
+    def seconds_of(self, stages: Stages) -> float:
         """Seconds of the ops that run in the stages."""
         return sum(self.seconds[k] for ops in stages for k in ops)
 

@@ -25,7 +25,7 @@ from checkmate.core.schedule import Schedule
 from checkmate.core.simulator import Usage
 from checkmate.core.solution import OPTIMAL_GAP, Solution, Status, format_gap
 from checkmate.errors import SolverError
-from checkmate.solvers.common.schedules import as_matrix, cost_of, peak_of
+from checkmate.solvers.common.schedules import Stages, as_matrix, cost_of, peak_of
 from checkmate.units import format_seconds
 
 
@@ -144,7 +144,7 @@ class Incumbent:
         """Simulate a schedule (T, T), and tell whether it stays within the budget."""
         return self._is_within(peak_of(self.task.problem, R))
 
-    def offer(self, found: np.ndarray | list[list[int]] | Plan, by: str) -> bool:
+    def offer(self, found: np.ndarray | Stages | Plan, by: str) -> bool:
         """Keep a plan if it fits the budgets and is cheaper than the best; tell whether it was kept.
 
         Args:

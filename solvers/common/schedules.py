@@ -17,6 +17,8 @@ from checkmate.core.problem import Problem
 from checkmate.core.schedule import Schedule
 from checkmate.errors import SolverError
 
+Stages = list[list[int]]  # the ops that run in each stage, in their order there; one may run several times
+
 
 def on_demand(problem: Problem, kept_after: Mapping[int, Iterable[int]]) -> np.ndarray:
     """R (T, T) bool: free values after some stages, and remake missing ones on demand.
@@ -86,7 +88,7 @@ def without_forbidden(problem: Problem, R: np.ndarray) -> np.ndarray:
     return R
 
 
-def as_matrix(stages: list[list[int]]) -> np.ndarray:
+def as_matrix(stages: Stages) -> np.ndarray:
     """R (T, T) bool from the ops that run in each stage."""
     R = np.zeros((len(stages), len(stages)), dtype=bool)
     for t, ops in enumerate(stages):
@@ -94,7 +96,7 @@ def as_matrix(stages: list[list[int]]) -> np.ndarray:
     return R
 
 
-def as_stages(R: np.ndarray) -> list[list[int]]:
+def as_stages(R: np.ndarray) -> Stages:
     """The ops that run in each stage of R (T, T)."""
     return [np.flatnonzero(row).tolist() for row in R]
 
@@ -173,9 +175,9 @@ def without_useless(graph: Graph, R: np.ndarray) -> np.ndarray:
     return as_matrix(useful_runs(graph, as_stages(R)))
 
 
-def useful_runs(graph: Graph, stages: list[list[int]]) -> list[list[int]]:
+def useful_runs(graph: Graph, stages: Stages) -> Stages:
     """Remove useless runs as `without_useless` does, from the ops that run in each stage, in any order."""
-    useful: list[list[int]] = []
+    useful: Stages = []
     needed: set[int] = set()
     for t in reversed(range(len(stages))):
         ops: list[int] = []

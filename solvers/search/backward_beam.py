@@ -29,7 +29,7 @@ import numpy as np
 
 from checkmate.core.schedule import Schedule
 from checkmate.solvers.common.incumbent import Clock, Incumbent, OutOfTime, Task
-from checkmate.solvers.common.schedules import as_matrix, as_stages, bytes_in_stages, cost_of, obeys_limits
+from checkmate.solvers.common.schedules import Stages, as_matrix, as_stages, bytes_in_stages, cost_of, obeys_limits
 from checkmate.solvers.search.backward_search import CHUNK, KNOWN, Backward, Pending, State, States, Waiting, stages_of
 from checkmate.solvers.search.local_search import exchange
 from checkmate.solvers.search.value_sets import ValueSets, grain_of
@@ -84,7 +84,7 @@ class Beam(Backward):
         _, stages = self._cheapest()
         return None if stages is None else as_matrix(stages)
 
-    def bound(self) -> tuple[float, list[list[int]] | None]:
+    def bound(self) -> tuple[float, Stages | None]:
         """Seconds that every schedule spends on reruns, at most ``most``; and the stages of one that takes just that.
 
         With ``any_order`` the bound holds for every plan. 0.0 where the time is over.
@@ -93,7 +93,7 @@ class Beam(Backward):
         seconds, stages = self._cheapest()
         return seconds, stages if self.complete else None
 
-    def _cheapest(self) -> tuple[float, list[list[int]] | None]:
+    def _cheapest(self) -> tuple[float, Stages | None]:
         """Seconds of the cheapest plan's reruns, and its stages.
 
         Where none is left, ``most`` and None; 0.0 and None where the time is over.

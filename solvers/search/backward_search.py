@@ -33,7 +33,7 @@ from itertools import chain, islice
 import numpy as np
 
 from checkmate.solvers.common.incumbent import Clock, OutOfTime
-from checkmate.solvers.common.schedules import as_matrix
+from checkmate.solvers.common.schedules import Stages, as_matrix
 from checkmate.solvers.search.value_sets import ValueSets
 
 Trail = tuple["Trail | None", int, int]  # the trail before, a stage, and its runs: of op k, `KNOWN`, or `SCRATCH` - set
@@ -155,9 +155,9 @@ def _fits(search: BackwardSearch | AnyOrder, t: int, k: int, needed: int) -> boo
     return least <= search.budget
 
 
-def stages_of(sets: ValueSets, trail: Trail | None, R: np.ndarray | None = None) -> list[list[int]]:
+def stages_of(sets: ValueSets, trail: Trail | None, R: np.ndarray | None = None) -> Stages:
     """The ops that run in each stage of a trail, in order."""
-    stages: list[list[int]] = [[] for _ in range(sets.T)]
+    stages: Stages = [[] for _ in range(sets.T)]
     while trail is not None:
         trail, t, code = trail
         if code >= 0:
@@ -338,7 +338,7 @@ class AnyOrder:
     least: int = 2**62  # bytes: the fewest for which a state was refused; a budget below that changes nothing
     reached: int = -1  # the stage closest to the first op that was looked at
 
-    def runs(self) -> list[list[int]] | None:
+    def runs(self) -> Stages | None:
         """The ops that run in each stage, in order, of a plan within the budget; None if none was found.
 
         >>> from checkmate.core.problem import Problem

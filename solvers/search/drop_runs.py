@@ -26,7 +26,7 @@ from checkmate.core.inplace import Saving
 from checkmate.core.problem import Problem
 from checkmate.solvers.common.flat_problem import Tables
 from checkmate.solvers.common.incumbent import Clock, Task
-from checkmate.solvers.common.schedules import as_matrix, obeys_limits, useful_runs
+from checkmate.solvers.common.schedules import Stages, as_matrix, obeys_limits, useful_runs
 
 Worth = Callable[[int, int], float]  # of a value in a stage: the higher, the sooner it stays
 ROUNDS = 4  # at most: most plans ask for less
@@ -41,7 +41,7 @@ COUNTS = (1, 2, 4, 8, 16)  # values tilted at once
 STEPS = (1.0, 3.0)  # standard deviations of a tilt, in the logarithm
 
 
-def drop_runs(problem: Problem, budget: int, runs: list[list[int]], clock: Clock) -> list[list[int]]:
+def drop_runs(problem: Problem, budget: int, runs: Stages, clock: Clock) -> Stages:
     """The ops that run in each stage of a plan within the budget: fewer than these, which fit it too; in any order.
 
     Stages run in PyTorch's order wherever that fits, and as they were where it does not.
@@ -75,7 +75,7 @@ class _Pass:
     urgency: float
     trust: float
     tilt: np.ndarray  # (V,) float64, logarithms
-    stages: list[list[int]]
+    stages: Stages
 
 
 class GuidedPasses:
@@ -93,9 +93,7 @@ class GuidedPasses:
     [[[0], [1], [2], [3]]]
     """
 
-    def __init__(
-        self, task: Task, runs: list[list[int]], moments: Sequence[int] = (), kept: np.ndarray | None = None
-    ) -> None:
+    def __init__(self, task: Task, runs: Stages, moments: Sequence[int] = (), kept: np.ndarray | None = None) -> None:
         problem = task.problem
         kept = np.zeros((0, len(problem.sizes))) if kept is None else kept
         self.problem, self.stages = problem, _Stages(problem, task.budget, runs)
@@ -121,14 +119,14 @@ class GuidedPasses:
         self.pool: list[_Pass] = []  # the cheapest first
         self.given: set[float] = set()  # costs of those that a search gave
 
-    def plain(self, clock: Clock) -> list[list[int]] | None:
+    def plain(self, clock: Clock) -> Stages | None:
         """The ops that run in each stage of the cheapest pass without tilts; None if none was made."""
         while self.first and not clock.is_over:
             self.pool += self._pass(*self.first.pop(0))
         self.pool = sorted(self.pool, key=lambda entry: entry.cost)[:POOL]
         return self.pool[0].stages if self.pool else None
 
-    def search(self, clock: Clock) -> list[list[list[int]]]:
+    def search(self, clock: Clock) -> list[Stages]:
         """The ops that run in each stage, of a few of the cheapest passes that no call has given before.
 
         It ends before the clock is over after rounds without progress.
@@ -169,7 +167,7 @@ class GuidedPasses:
 
 
 class _Stages:
-    def __init__(self, problem: Problem, budget: int, runs: list[list[int]]) -> None:
+    def __init__(self, problem: Problem, budget: int, runs: Stages) -> None:
         self.tables = tables = Tables.of(problem)
         self.T, self.planned = len(runs), runs
         self.moving = [k >= 0 and not tables.result[v] for v, k in enumerate(tables.producer)]
@@ -195,8 +193,8 @@ class _Stages:
             lambda v, t: 1.0 / (self.next_use[v] - t + 1),
         )
 
-    def run(self, worth: Worth) -> list[list[int]]:
-        runs: list[list[int]] = []
+    def run(self, worth: Worth) -> Stages:
+        runs: Stages = []
         at_hand: set[int] = set()
         tables, users = self.tables, self.tables.users
         self.next_use = [float(us[0]) if us else np.inf for us in users]

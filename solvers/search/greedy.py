@@ -25,7 +25,7 @@ import numpy as np
 
 from checkmate.solvers.common.flat_problem import Tables
 from checkmate.solvers.common.incumbent import Clock, Incumbent, Remarks, Task
-from checkmate.solvers.common.schedules import as_matrix, as_stages, cost_of
+from checkmate.solvers.common.schedules import Stages, as_matrix, as_stages, cost_of
 from checkmate.solvers.search.local_search import exchange
 from checkmate.units import format_bytes
 
@@ -58,14 +58,14 @@ class DeadEnd:
     missing_bytes: int
 
 
-def run_pass(tables: Tables, budget: int, weights: Weights, clock: Clock | None = None) -> list[list[int]] | DeadEnd:
+def run_pass(tables: Tables, budget: int, weights: Weights, clock: Clock | None = None) -> Stages | DeadEnd:
     """The ops that run in each stage, ascending; or the dead end that the pass got into.
 
     It ends once the clock is over, too: a pass that makes much again, from what it makes again, is slow and of no use.
     """
     state = PassState(tables, budget, weights)
     inputs, outputs, at_hand = tables.inputs, tables.outputs, state.at_hand
-    stages: list[list[int]] = []
+    stages: Stages = []
     for t, reads in enumerate(inputs):
         if clock is not None and clock.is_over:
             return DeadEnd(t, 0)
@@ -360,7 +360,7 @@ def next_use(task: Task, incumbent: Incumbent, *, patience: float = inf) -> Rema
     """
     problem, tables, clock = task.problem, Tables.of(task.problem), Clock(min(PASSES_TAKE * task.clock.left, patience))
     # Keep the plans of the cheapest passes, those that differ.
-    best: list[tuple[float, list[list[int]]]] = []  # the cheapest first: seconds, and per stage the ops that run
+    best: list[tuple[float, Stages]] = []  # the cheapest first: seconds, and per stage the ops that run
     for passes, weights in enumerate(GRID, 1):
         pass_clock = clock if passes > 1 else Clock(max(FIRST_TAKES, clock.left))
         stages = run_pass(tables, task.budget, weights, pass_clock)

@@ -16,7 +16,7 @@ import numpy as np
 from checkmate.core.problem import Problem
 from checkmate.solvers.common.flat_problem import Tables
 from checkmate.solvers.common.incumbent import Task
-from checkmate.solvers.common.schedules import as_matrix
+from checkmate.solvers.common.schedules import Stages, as_matrix
 
 DEPTH = 6  # runs added at most in exchange for one
 MOST_PLACES = 8  # times the ops, beside those that run
@@ -24,7 +24,7 @@ LESS = 1 - 1e-12  # times a cost: what is not below may be the same sum in anoth
 TRIES = 5  # values tried at most for each of these
 
 
-def exchange(task: Task, stages: list[list[int]], *, quiet: int = 5) -> list[list[int]]:
+def exchange(task: Task, stages: Stages, *, quiet: int = 5) -> Stages:
     """The ops that run in each stage within the budget, no dearer than these; runs out of order stay, or are dropped.
 
     Args:
@@ -176,9 +176,9 @@ class Line:
             self._count(v, 1, self._held(v))
         self.bytes_at[self.on] += np.array(tables.workspace)[self.op[self.on]]
 
-    def runs_in_stages(self) -> list[list[int]]:
+    def runs_in_stages(self) -> Stages:
         """The ops that run in each stage, in order."""
-        stages: list[list[int]] = [[] for _ in range(self.T)]
+        stages: Stages = [[] for _ in range(self.T)]
         for t, k in zip(self.stage[self.on].tolist(), self.op[self.on].tolist(), strict=True):
             stages[t].append(k)
         return stages

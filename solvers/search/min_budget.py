@@ -28,7 +28,7 @@ from checkmate.core.solution import check_problem
 from checkmate.solvers.common.fetches import WithFetches, place_transfers, plain_events, sendable, with_fetches
 from checkmate.solvers.common.flat_problem import Tables
 from checkmate.solvers.common.incumbent import Clock, OutOfTime
-from checkmate.solvers.common.schedules import as_matrix, as_stages, lowered, obeys_limits, on_demand, peak_of
+from checkmate.solvers.common.schedules import Stages, as_matrix, as_stages, lowered, obeys_limits, on_demand, peak_of
 from checkmate.solvers.search.backward_search import ANY, AnyOrder, Homes, far_enough, find_plan, refute
 from checkmate.solvers.search.drop_runs import drop_runs
 from checkmate.solvers.search.greedy import GRID, DeadEnd, Weights, run_pass
@@ -118,7 +118,7 @@ class _Known:
     bound: int  # no schedule reaches less
     op: int  # it stands in the way of less than the bound
     least: int  # no plan reaches less
-    runs: list[list[int]] | None = None  # in each stage of a plan whose peak is below that of R
+    runs: Stages | None = None  # in each stage of a plan whose peak is below that of R
     peak_of_runs: int = 0  # bytes of that
     time_limit: float = 0.0  # seconds that were granted for it
 
@@ -260,7 +260,7 @@ def least_memory(problem: Problem, *, time_limit: float = TIME_LIMIT) -> tuple[i
     return record.peak, record.R
 
 
-def least_plan(problem: Problem, budget: int, clock: Clock) -> list[list[int]]:
+def least_plan(problem: Problem, budget: int, clock: Clock) -> Stages:
     """The ops that run in each stage of the plan of the smallest known peak; fewer if the budget has room.
 
     It is one without a second memory.
@@ -281,7 +281,7 @@ def least_plan(problem: Problem, budget: int, clock: Clock) -> list[list[int]]:
 
 def small_plan(
     problem: Problem, budget: int, clock: Clock, *, far: int | None = None, homes: Homes | None = None
-) -> list[list[int]] | None:
+) -> Stages | None:
     """The ops that run in each stage of a plan within the budget that makes much again; None if none is found.
 
     It needs fewer values at hand than the plan of the smallest peak, where that keeps them for a small peak's sake.
