@@ -60,7 +60,11 @@ def read_json(path: Path, *, format: str, versions: Collection[int], what: str, 
         InvalidProblem: if it is no such file, or larger.
         OSError: if it cannot be read.
     """
-    if path.exists() and not path.is_file():  # a pipe would never end
+    try:
+        is_other = path.exists() and not path.is_file()  # a pipe would never end
+    except OSError as error:  # a text in place of a path
+        raise InvalidProblem(f"{str(path)[:40]!r}... is no path of a {what}: {error.strerror}.") from None
+    if is_other:
         raise InvalidProblem(f"{path} is no {what}: it is no file.")
     with path.open("rb") as file:
         try:

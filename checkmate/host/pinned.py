@@ -38,6 +38,9 @@ class Pinned(Home):
         """The device that it is pinned for."""
         return self.device
 
+    def let_go(self) -> None:
+        """Do nothing: there is no file behind pinned memory."""
+
     def beside(self, sizes: Sequence[int]) -> list[torch.UntypedStorage]:
         """Make storages of these sizes in bytes, pinned for the same device."""
         return [pin_storage(size, self.device) for size in sizes]

@@ -18,6 +18,7 @@ import logging
 import os
 import threading
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -49,7 +50,7 @@ def rounded(nbytes: int) -> int:
 
 
 @dataclass(frozen=True, eq=False)
-class Home:
+class Home(ABC):
     """The bytes of a tensor's storage, which lie in a second memory for good."""
 
     nbytes: int
@@ -58,15 +59,17 @@ class Home:
     extents: tuple[range, ...]  # its whole blocks there, in the order of its bytes
 
     @property
+    @abstractmethod
     def place(self) -> Hashable:
         """The folder or the device to which it belongs."""
 
+    @abstractmethod
     def let_go(self) -> None:
         """Write the pages that only memory has, and free them there."""
 
+    @abstractmethod
     def beside(self, sizes: Sequence[int]) -> list[torch.UntypedStorage]:
         """Make storages of these sizes in bytes, at home in the same place."""
-        raise NotImplementedError
 
 
 HOMES: dict[int, Home] = {}  # by the address of the storage

@@ -144,6 +144,12 @@ def test_what_is_no_problem_file_is_refused(tmp_path: Path, raw: bytes, name: st
         Problem.from_json(tmp_path / name)
 
 
+def test_a_text_in_place_of_a_path_is_refused_by_its_beginning() -> None:
+    with pytest.raises(InvalidProblem, match=r"'\{\"format\": .*'\.\.\. is no path of a problem file") as refused:
+        Problem.from_json('{"format": "checkmate-problem", "ops": [' + 5000 * "1, ")
+    assert len(str(refused.value)) < 200
+
+
 @in_turn(name=NAMES)
 def test_a_truncated_file_is_refused_and_a_damaged_one_too_or_still_a_problem(tmp_path: Path, name: str) -> None:
     path, rng, refused = tmp_path / name, np.random.default_rng(0), 0

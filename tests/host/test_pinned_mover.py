@@ -11,7 +11,7 @@ import torch
 from checkmate.devices import kind_of
 from checkmate.errors import HostError
 from checkmate.host import measure, open_store, pinned
-from checkmate.host.store import BLOCK, Home, Store
+from checkmate.host.store import BLOCK, Store
 from tests.support.simulated_cuda.install import is_installed
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
@@ -177,7 +177,7 @@ def test_a_home_is_copied_from_and_to_its_own_memory(cuda: Cuda) -> None:
         torch.full((BLOCK + 5,), 3, dtype=torch.uint8),
         torch.zeros(BLOCK + 5, dtype=torch.uint8),
     )
-    store.adopt(0, Home(BLOCK + 5, "pinned memory", own, (range(BLOCK + 5),)))
+    store.adopt(0, pinned.Pinned(BLOCK + 5, "pinned memory", own, (range(BLOCK + 5),), torch.device(CUDA)))
     store.fetch(0, landing.untyped_storage())
     store.wait(0)
     cuda.streams[0].queue.append(lambda: landing.add_(4))
