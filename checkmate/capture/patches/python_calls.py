@@ -56,7 +56,7 @@ from checkmate.torch_internals.capturing import (
     wrap_fx_proxy_cls,
 )
 
-log = logging.getLogger("checkmate.capture.patches.python_calls")
+log = logging.getLogger("checkmate.capture")
 _LOGS = re.compile(r"debug|info|warn|error|critical|exception|^log$")
 _made_of: WeakKeyDictionary[Any, tuple[Any, Any]] = WeakKeyDictionary()  # exceptions of the user's own classes
 _VALUES = "_checkmate_context_variables"  # on Dynamo's graph: those that the step has set, with their values
