@@ -18,7 +18,7 @@ from checkmate.torch_internals.capturing import FunctionalTensor, allow_in_graph
 
 Noted = Sequence[tuple[torch.Tensor, str]]  # tensors as they were traced, which keeps their storages apart, and names
 
-_noted: ContextVar[list[tuple[torch.Tensor, str]] | None] = ContextVar("noted", default=None)
+_tagged: ContextVar[list[tuple[torch.Tensor, str]] | None] = ContextVar("noted", default=None)
 
 
 def tag(x: torch.Tensor, name: str) -> torch.Tensor:
@@ -41,7 +41,7 @@ def tag(x: torch.Tensor, name: str) -> torch.Tensor:
 
 @allow_in_graph
 def _note(x: torch.Tensor, name: str) -> torch.Tensor:
-    noted = _noted.get()
+    noted = _tagged.get()
     if noted is None or running.is_traceable_wrapper_subclass(x):
         return x
     if not running.functorch.is_functorch_wrapped_tensor(x):
@@ -55,8 +55,8 @@ def _note(x: torch.Tensor, name: str) -> torch.Tensor:
 def noting() -> Iterator[Noted]:
     """Collect the tags of everything traced within the block."""
     noted: list[tuple[torch.Tensor, str]] = []
-    token = _noted.set(noted)
+    token = _tagged.set(noted)
     try:
         yield noted
     finally:
-        _noted.reset(token)
+        _tagged.reset(token)

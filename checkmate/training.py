@@ -174,8 +174,8 @@ class TrainingStep(Planned):
     def __init__(self, loss_fn: Callable[..., Any], updates: Updates, accumulate: int, options: Options) -> None:
         self.loss_fn, self._updates = _with_one_gradient(loss_fn), updates
         self._options = replace(options, verify=False)  # of its parts: here the whole step is verified
-        self._accumulate, self._added = accumulate, 0  # calls of an update, and those that there were
-        self._left: int | None = None  # versions of the gradients in ``.grad`` behind them; None: not known
+        self._accumulate, self._summed = accumulate, 0  # calls of an update, and those that there were
+        self._versions: int | None = None  # versions of the gradients in ``.grad`` behind them; None: not known
         self._torn = ""  # what an update that failed has updated, in words; empty: all of it or nothing
         self._running: dict[str, tuple[int, object]] = {}  # the call that goes on: its thread, and what tells it apart
         self._verify, self._wrapped = options.verify, wrapped_in(modules_within(loss_fn))
@@ -186,7 +186,7 @@ class TrainingStep(Planned):
 
         def forget(optimizer: optim.Optimizer) -> None:
             if (step := reference()) is not None:
-                step._left, step._torn = None if accumulate > 1 else step._left, ""
+                step._versions, step._torn = None if accumulate > 1 else step._versions, ""
 
         for optimizer in updates.optimizers:
             optimizer.register_load_state_dict_post_hook(forget)
@@ -241,7 +241,7 @@ class TrainingStep(Planned):
             )
         if count and not self._gradients():
             raise ValueError("No parameter has a gradient in .grad: put the saved gradients there before step.calls.")
-        self._added, self._left, self._torn = count, self._versions_now(), ""
+        self._summed, self._versions, self._torn = count, self._versions_now(), ""
 
     def _gradients(self) -> list[torch.Tensor]:
         return [p.grad for p in parameters_of(self._updates.optimizers) if p.grad is not None]
@@ -251,20 +251,20 @@ class TrainingStep(Planned):
 
     def _count(self) -> int:
         """The calls that ``.grad`` holds the sum of; none where that is gone, or was replaced by zeros."""
-        if self._accumulate == 1 or (self._left is not None and not self._added):
+        if self._accumulate == 1 or (self._versions is not None and not self._summed):
             return 0
         gradients = self._gradients()
-        is_as_left = bool(gradients) and self._left == self._versions_now()
+        is_as_left = bool(gradients) and self._versions == self._versions_now()
         if not is_as_left and not any(bool(gradient.any()) for gradient in gradients):
-            self._added, self._left = 0, 0
-        if self._left is None:
+            self._summed, self._versions = 0, 0
+        if self._versions is None:
             raise Unsupported(
                 "Parameters have gradients in .grad, and the training step is new, its optimizer's state was loaded "
                 "since, or its last call failed: it does not know of how many calls they are the sum. To go on with "
                 "saved ones, step.calls = the number of calls since the last update; to begin the update anew, "
                 "step.calls = 0, or optimizer.zero_grad()."
             )
-        return self._added
+        return self._summed
 
     def update(self) -> None:
         """Update by the gradients accumulated since the last update, as the last call of an accumulation does.
@@ -272,7 +272,7 @@ class TrainingStep(Planned):
         For the end of an epoch whose number of batches is no multiple of ``accumulate``; without any it does nothing.
         """
         if self._count():
-            self._added = 0
+            self._summed = 0
             with self.on_device():
                 self._updates.begin()
                 self._updates.finish()
@@ -300,13 +300,13 @@ class TrainingStep(Planned):
             stand_aside(self._wrapped)
             if self._count() == 0:
                 self._begin()
-            last = self._added == self._accumulate - 1
+            last = self._summed == self._accumulate - 1
             args, kwargs = self.batch((args, kwargs))
             with self.on_device():
                 result = self._run(args, kwargs, last=last)
             loss, *extras = result if isinstance(result, tuple) else (result,)
-            self._added = 0 if last else self._added + 1
-            self._left = self._versions_now() if self._added else 0
+            self._summed = 0 if last else self._summed + 1
+            self._versions = self._versions_now() if self._summed else 0
             return (loss.detach(), *extras) if isinstance(result, tuple) else loss.detach()
 
     def _run(self, args: Any, kwargs: Any, *, last: bool) -> Any:
@@ -341,7 +341,7 @@ class TrainingStep(Planned):
         except BaseException:
             self._torn = updates.done if last else ""
             if updates.sums is not None and updates.sums.adds:
-                self._left = None  # sums of calls and of a part of one
+                self._versions = None  # sums of calls and of a part of one
             raise
         return result
 

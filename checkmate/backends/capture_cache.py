@@ -137,7 +137,7 @@ class CaptureCache:
     def __init__(self, fn: Callable[..., Any], backend: Backend, most: int = 64) -> None:
         self._fn, self.backend, self._most = fn, backend, most
         self._name = getattr(fn, "__qualname__", type(fn).__name__)
-        self._kept: list[_Entry] = []
+        self._entries: list[_Entry] = []
         self._calls = itertools.count(1)
         self._fixed: set[str] = set()  # Dynamo's names of numbers that cannot be inputs
         self._closed = Counter[tuple[Kind, Set[str]]]()  # times that sizes could not be inputs, beside these numbers
@@ -147,7 +147,7 @@ class CaptureCache:
     @property
     def steps(self) -> list[CapturedStep]:
         """The captured steps that train, in the order of capture."""
-        return [entry.step for entry in self._kept if entry.step.training is not None]
+        return [entry.step for entry in self._entries if entry.step.training is not None]
 
     @property
     def plans(self) -> list[SwappablePlan]:
@@ -242,7 +242,7 @@ class CaptureCache:
         """Capture the call with inputs for sizes and numbers that differ from an earlier one; `MISS` if none can be."""
         arguments = {"args": args, "kwargs": kwargs, "fn": self._fn}
         earlier = dict[tuple[Kind, Set[str]], list[Earlier]]()
-        for entry in sorted(self._kept, key=lambda entry: -entry.used):
+        for entry in sorted(self._entries, key=lambda entry: -entry.used):
             wide, training = entry.kind.opened(kind), entry.step.training
             if wide is None or training is None:
                 continue
@@ -273,11 +273,12 @@ class CaptureCache:
                     raise
                 self._close(wide, sources, error)
                 continue
-            new = next((entry for entry in self._kept if entry.kind is wide), None)  # None: torch.compile is turned off
+            # There is none where torch.compile is turned off.
+            new = next((entry for entry in self._entries if entry.kind is wide), None)
             if new is not None and isinstance(training := new.step.training, SizedPlans):
                 replaced = training.earlier()
                 assert replaced is not None
-                entry = next(entry for entry in self._kept if entry.step.training is replaced.training)
+                entry = next(entry for entry in self._entries if entry.step.training is replaced.training)
                 if replaced.training.plans[0] in training.plans:
                     entry.step = _NOTHING  # whose plan and search go on as the new one's
                 self._forget(entry)
@@ -301,7 +302,7 @@ class CaptureCache:
         (_, args, kwargs), numbers = call.reach, call.numbers
         if not numbers and not call.earlier:  # else it takes the place of another one
             # Forget the least recently used until there is room; refuse if half of them are for values of one source.
-            while len(entries := sorted(self._kept, key=lambda entry: entry.used)) >= self._most:
+            while len(entries := sorted(self._entries, key=lambda entry: entry.used)) >= self._most:
                 reasons = [r for entry in entries if because and (r := entry.because) and r.source == because.source]
                 if because and len(reasons) >= self._most // 2:
                     raise Unsupported(too_many(self._fn, self._name, [*reasons, because], self._most))
@@ -346,7 +347,7 @@ class CaptureCache:
             draw_again_from(state)
             result = self._fn(*args, **kwargs)
         except SizedCall:  # it is kept for further calls
-            self._kept.append(entry)
+            self._entries.append(entry)
             raise
         except BaseException:
             entry.end()
@@ -356,8 +357,8 @@ class CaptureCache:
         entry.draws = entry.draws or _have_drawn(state)
         self._fixed.update(numbers & constants(own).keys())
         entry.used = next(self._calls)
-        self._kept.append(entry)
-        count = len(self._kept)
+        self._entries.append(entry)
+        count = len(self._entries)
         if not self._warned and count >= 2 and count >= self._most // 2:
             self._warned = True
             why = f"The last one because {spelled(because.source, self._fn)} was {because.value!r}. " if because else ""
@@ -377,10 +378,10 @@ class CaptureCache:
 
     def _of_kind(self, kind: Kind) -> list[_Entry]:
         """The captures for calls of a kind, the last used first."""
-        return sorted((entry for entry in self._kept if entry.kind.includes(kind)), key=lambda entry: -entry.used)
+        return sorted((entry for entry in self._entries if entry.kind.includes(kind)), key=lambda entry: -entry.used)
 
     def _forget(self, entry: _Entry) -> None:
-        self._kept.remove(entry)
+        self._entries.remove(entry)
         entry.end()
         _drop(entry.own.__code__)  # at once, and not when garbage is collected
 

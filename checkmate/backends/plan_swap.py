@@ -91,7 +91,7 @@ class SwappablePlan(Around):
         ``write`` makes of a plan the functions of its forward and backward; None if these do not fit what AOTAutograd
         was told of the first. ``taken``: bytes of the guards before the step, beside resident ones.
         """
-        self._began, self._code, self._write, self._taken = self.plan.seconds, code, write, taken
+        self._began, self._code, self._write, self._guards = self.plan.seconds, code, write, taken
         self._sizes = sizes
         self._tried: Any = None  # the last news that were looked at
         self._versions = -1  # of all parameters together, at the last forward
@@ -153,7 +153,7 @@ class SwappablePlan(Around):
                 keywords: dict[str, Any] = {"seconds": self._began + news.seconds, "origin": "beside the training"}
                 try:
                     plan = certify(problem, self.plan.budget, news.plan, method=method, bound=news.bound, **keywords)
-                    plan = with_guards(plan, self._taken)
+                    plan = with_guards(plan, self._guards)
                     code = self._write(plan)
                 except SolverError as error:  # no reason to end a training
                     log.warning("A plan that was found beside the training cannot take over: %s", error)

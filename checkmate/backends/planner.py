@@ -203,8 +203,8 @@ class Planner:
         self.options = options
         self.total, self.reserve = options.total, options.set_aside  # bytes; those of a share are not found yet: 0
         self.source = ""  # where the bytes of a share come from, in words
-        self._made: list[weakref.ref[Solution]] = []
-        self._named: set[str] = set()  # patterns that have named an op of a graph
+        self._solutions: list[weakref.ref[Solution]] = []
+        self._matched: set[str] = set()  # patterns that have named an op of a graph
 
     @property
     def budget(self) -> int:
@@ -245,10 +245,10 @@ class Planner:
         # Apply the rules, except rules that named an op of an earlier graph and name none here.
         if rules := self.options.rules:
             patterns = {pattern for pattern in rules if names_any(pattern, problem.graph)}
-            if absent := [pattern for pattern in rules if pattern in self._named - patterns]:
+            if absent := [pattern for pattern in rules if pattern in self._matched - patterns]:
                 log.info("in this graph rules name nothing: %s", ", ".join(map(repr, absent)))
             problem = with_rules(problem, {pattern: asks for pattern, asks in rules.items() if pattern not in absent})
-            self._named |= patterns
+            self._matched |= patterns
             solve.refuse_unknown_rules(problem, self.options.method)
         solve.check_homes(problem, self.options.method)
         # Refuse a reserve that leaves nothing.
@@ -265,7 +265,7 @@ class Planner:
             wait = options.wait if not isinstance(options.wait, str) else FIRST_SECONDS
         query = Query(problem, budget, options.method, seconds, wait=wait, cache=options.cache)
         # Ways to a plan: the loss in more parts if none fits; one rank for all; known plans; a first one; a method.
-        earlier = [plan for reference in self._made if (plan := reference()) is not None]
+        earlier = [plan for reference in self._solutions if (plan := reference()) is not None]
         look_on = wait == inf and not together  # ranks, whose costs differ, have to ask alike
         known_or_new = plan_cache.kept(first_plan(solve.attempt), earlier)
         solver = solve.cheapest_split(ranks.one_plan(known_or_new), look_on=look_on)
@@ -278,5 +278,6 @@ class Planner:
             smallest, op = solution.refusal.min_budget + reserve, solution.refusal.op
             raise InfeasibleBudget(solution.message, budget=self.total, min_budget=smallest, op=op)
         solution = solve.with_halved(solution)
-        self._made = [*(reference for reference in self._made if reference() is not None), weakref.ref(solution)]
+        alive = [reference for reference in self._solutions if reference() is not None]
+        self._solutions = [*alive, weakref.ref(solution)]
         return solution

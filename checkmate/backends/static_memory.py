@@ -110,15 +110,15 @@ class FirstStep:
         assert plan.peak is not None
         self._resident = plan.problem.resident
         self.planned = plan.peak - self._resident  # bytes
-        self._device, self._made, self._forget, self._said = device, state_bytes, forget, False
+        self._device, self._state_bytes, self._forget, self._has_warned = device, state_bytes, forget, False
         self._waits = {*PHASES}  # phases that were not called yet
         self._levels: list[int] = []  # in use on the accelerator: before and after the forward, before the backward
 
     def took(self, taken: int, planned: int) -> None:
         """Compare the bytes of a step with its plan's, both without resident bytes."""
-        if taken <= planned + self._made or self._said:
+        if taken <= planned + self._state_bytes or self._has_warned:
             return
-        self._said = True
+        self._has_warned = True
         log.warning(
             "A step took %s where its plan takes %s: its ops take more than was measured before. They are measured "
             "anew when the step is planned next, by the next start at the latest. (A step takes more as well whose "

@@ -139,7 +139,7 @@ class OpenCall:
 
 _calls: dict[int, OpenCall] = {}  # whose backward may still come
 _numbers = itertools.count()
-_here = threading.local()  # .call: the one that runs on this thread
+_thread = threading.local()  # .call: the one that runs on this thread
 
 
 def _leave(number: int) -> None:
@@ -160,16 +160,16 @@ def call_of(token: torch.Tensor) -> OpenCall:
 @contextmanager
 def running(token: torch.Tensor | None) -> Iterator[None]:
     """Run a forward or backward; if it fails, free everything of its call in the second memory."""
-    before = getattr(_here, "call", None)
-    _here.call = None if token is None else call_of(token)
+    before = getattr(_thread, "call", None)
+    _thread.call = None if token is None else call_of(token)
     try:
         yield
     except BaseException as error:
-        if _here.call is not None:
-            _here.call.home.finish(_here.call, _HAS_FAILED, broken=isinstance(error, HostError))
+        if _thread.call is not None:
+            _thread.call.home.finish(_thread.call, _HAS_FAILED, broken=isinstance(error, HostError))
         raise
     finally:
-        _here.call = before
+        _thread.call = before
 
 
 def rounding(graph: Graph) -> int:
@@ -238,7 +238,7 @@ class SecondMemory:
                 store = open_store(self.where, capacity, self.device)
             self._used.add(store)
         number = next(_numbers)
-        _here.call = _calls[number] = OpenCall(store, self)
+        _thread.call = _calls[number] = OpenCall(store, self)
         return call_token(number, partial(_leave, number))
 
     def finish(self, call: OpenCall, why: str, *, broken: bool = False) -> None:

@@ -8,7 +8,7 @@ from weakref import WeakKeyDictionary
 
 from checkmate.core.problem import Problem
 
-_known: WeakKeyDictionary[Problem, Fingerprints] = WeakKeyDictionary()
+_fingerprints: WeakKeyDictionary[Problem, Fingerprints] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ def fingerprints(problem: Problem) -> Fingerprints:
     >>> fingerprints(small).sizes == fingerprints(large).sizes
     False
     """
-    if problem not in _known:
+    if problem not in _fingerprints:
         graph = problem.graph
         ops = [(op.target, op.inputs, op.outputs, op.pinned is not None, op.phase) for op in graph.ops]
         structure = ops, [value.producer for value in graph.values], graph.outputs
@@ -49,8 +49,8 @@ def fingerprints(problem: Problem) -> Fingerprints:
             costs = [*costs, *astuple(problem.host)]
         if graph.links:
             costs = [*costs, *graph.links.items()]
-        _known[problem] = Fingerprints(_hash(structure), _hash(sizes), _hash(costs))
-    return _known[problem]
+        _fingerprints[problem] = Fingerprints(_hash(structure), _hash(sizes), _hash(costs))
+    return _fingerprints[problem]
 
 
 def same_ops(a: Problem, b: Problem) -> bool:

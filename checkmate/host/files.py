@@ -149,7 +149,7 @@ class FileMover:
         self._file = File(folder, nbytes, "host='file:/fast/disk'", ", or give a smaller host_budget")
         self.name = self._file.name
         self._out, self._back = _Lane(out=True), _Lane(out=False)
-        self._begun: list[Future[None]] = []  # not known to have ended
+        self._copies: list[Future[None]] = []  # not known to have ended
 
     def out(self, storage: torch.UntypedStorage, value: StoredValue) -> Ending:
         """Begin to copy a value into the file, or its home."""
@@ -163,8 +163,8 @@ class FileMover:
 
     def finish(self) -> None:
         """Wait for the copies under way; queued ones never begin."""
-        wait([future for future in self._begun if not future.cancel()])
-        self._begun.clear()
+        wait([future for future in self._copies if not future.cancel()])
+        self._copies.clear()
 
     def close(self) -> None:
         """End the threads, and return the file's bytes to the disk."""
@@ -173,10 +173,10 @@ class FileMover:
         self._file.close()
 
     def _begin(self, lane: _Lane, value: StoredValue, address: int) -> Ending:
-        self._begun = [future for future in self._begun if not future.done()]
+        self._copies = [future for future in self._copies if not future.done()]
         file = value.home.memory if value.home else self._file
-        self._begun.append(lane.thread.submit(lane.copy, file, value, address))
-        copy = self._begun[-1]
+        self._copies.append(lane.thread.submit(lane.copy, file, value, address))
+        copy = self._copies[-1]
 
         def ended() -> BaseException | None:
             try:

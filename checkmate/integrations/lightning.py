@@ -56,14 +56,14 @@ class WithinBudget(lightning.Callback):
         self._options = Options.of(WithinBudget, CompileOptions.__optional_keys__, options, budget)
         if of not in (None, "training_step", "forward"):
             raise ValueError(f'of is "training_step" or "forward", not {of!r}.')
-        self._of, self._beside = of, [*beside]
+        self._part, self._beside = of, [*beside]
         self.planned: PlannedCall | None = None  # has .plans, .planning, .wait() and .memory(), and .kept
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Called when the module exists, before anything wraps it."""
         if stage != "fit" or (self.planned is not None and self.planned.module is pl_module):
             return
-        part = self._of or ("training_step" if pl_module.automatic_optimization else "forward")
+        part = self._part or ("training_step" if pl_module.automatic_optimization else "forward")
         if part == "training_step" and not pl_module.automatic_optimization:
             raise Unsupported(
                 "With manual optimization training_step is a loop: it runs backward and the optimizers itself. "
@@ -118,7 +118,7 @@ class BatchSizeFinder(lightning.Callback):
         **options: Any,
     ) -> None:
         super().__init__()
-        self._asked, self._of, self._beside = Options(budget, reserve=reserve), of, [*beside]
+        self._asked, self._part, self._beside = Options(budget, reserve=reserve), of, [*beside]
         self._more = options
         self.found: LargestBatch | None = None  # once training has begun
 
@@ -131,7 +131,7 @@ class BatchSizeFinder(lightning.Callback):
                 "a train_dataloader that makes its DataLoader of it; and no loader to fit()."
             )
         loader = owner.train_dataloader()
-        part = self._of or ("training_step" if pl_module.automatic_optimization else "forward")
+        part = self._part or ("training_step" if pl_module.automatic_optimization else "forward")
         method = getattr(type(pl_module), part)
 
         def step(batch: Any) -> Any:

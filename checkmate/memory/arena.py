@@ -105,7 +105,7 @@ class Arena:
 
     def __init__(self, place_soon: PlaceSoon, capacity: int = 0, place_lower: PlaceLower | None = None) -> None:
         self._place_soon, self._place_lower, self.capacity = place_soon, place_lower, capacity
-        self._noted: _Noted | None = None  # by which addresses were planned
+        self._recorded: _Noted | None = None  # by which addresses were planned
         self._lower: PendingPlaces | None = None  # others, for the same
         self.live_peak = 0  # bytes alive at once, in the step for which addresses were planned
         self.took: Callable[[int, int], None] = _told_nobody  # is told what a first step took at most
@@ -179,7 +179,7 @@ class Arena:
             self.took, self.took_next = self.took_next or _told_nobody, None
         elif phase == 0 and self._library.checkmate_wants_layout(self._handle):
             # Plan addresses for what the last step allocated.
-            self._noted = noted = self._record()
+            self._recorded = noted = self._record()
             height = self._lay(noted, self._place_soon(noted.lives))
             self.live_peak = noted.lives.peak
             self.took(noted.taken, self.capacity)
@@ -188,9 +188,9 @@ class Arena:
         elif phase == 0 and self._lower is not None and self._lower.is_over:
             # Take lower addresses for the same allocations, if they are worth it.
             offsets, self._lower = self._lower.result, None
-            assert self._noted is not None
-            if offsets is not None and (1 + WORTH) * self._noted.height(offsets) <= self.counts.arena:
-                self._lay(self._noted, offsets)
+            assert self._recorded is not None
+            if offsets is not None and (1 + WORTH) * self._recorded.height(offsets) <= self.counts.arena:
+                self._lay(self._recorded, offsets)
         return bool(self._library.checkmate_enter(self._handle, phase))
 
     def _open(self) -> bool:

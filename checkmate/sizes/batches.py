@@ -112,18 +112,19 @@ class StandIns:
     """Meta tensors that stand in for others, with their shapes, strides and types; meta tensors stay."""
 
     def __init__(self) -> None:
-        self._made: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by id: the tensor, which must live on, and its
+        # By id: the tensor, which must live on, and its stand-in.
+        self._stand_ins: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor that stands in for this one."""
         if tensor.is_meta:
             return tensor
-        if id(tensor) not in self._made:
+        if id(tensor) not in self._stand_ins:
             stand_in = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=META)
             if isinstance(tensor, nn.Parameter):
                 stand_in = nn.Parameter(stand_in, requires_grad=tensor.requires_grad)
-            self._made[id(tensor)] = tensor, stand_in.requires_grad_(tensor.requires_grad)
-        return self._made[id(tensor)][1]
+            self._stand_ins[id(tensor)] = tensor, stand_in.requires_grad_(tensor.requires_grad)
+        return self._stand_ins[id(tensor)][1]
 
     def within(self, tree: Any) -> Any:
         """The tree with stand-ins for its tensors."""

@@ -90,7 +90,7 @@ class SizedSteps:
             raise
         except Exception as error:  # any error of the user's function: name the size
             advice = self.advice if name == "make_batch" else f"{self.advice} {_STEP_ITSELF}"
-            raise Unsupported(f"{name}, for size {size}, failed: {_said(error)} {advice}".rstrip()) from error
+            raise Unsupported(f"{name}, for size {size}, failed: {_message(error)} {advice}".rstrip()) from error
         if not callable(step):
             raise TypeError(f"make_step gave no step but {type(step).__name__}. {_STEP_ITSELF}")
         return step, batch
@@ -130,7 +130,7 @@ class SizedSteps:
         except HostError:  # no fault of the size
             raise
         except (CheckmateError, RuntimeError, ValueError) as error:
-            text = f"The step of size {size} cannot be traced: {_said(error)} {self.advice}"
+            text = f"The step of size {size} cannot be traced: {_message(error)} {self.advice}"
             raise Unsupported(text.rstrip()) from error
         log.info("size %d traced in %.1f s", size, time.perf_counter() - began)
 
@@ -177,7 +177,7 @@ def real_tensors(reach: Any) -> list[torch.Tensor]:
 _STEP_ITSELF = "If make_step is the step itself, give a function that gives it: lambda: step."
 
 
-def _said(error: Exception) -> str:
+def _message(error: Exception) -> str:
     text = str(error).strip()
     text = text if isinstance(error, CheckmateError) else f"{type(error).__name__}: {text}"
     return text if text.endswith(".") else f"{text}."
@@ -187,30 +187,30 @@ class SizedProblems:
     """The problems of a step at any size from the smallest on, each as its own trace gives it."""
 
     def __init__(self, steps: SizedSteps, problems: Mapping[int, Problem] | None = None, smallest: int = 1) -> None:
-        self._steps, self._known, self._least = steps, dict(problems or {}), max(LEAST_SIZE, smallest)
+        self._steps, self._problems, self._least = steps, dict(problems or {}), max(LEAST_SIZE, smallest)
         self._open = list[OpenTrace]()
         self._tries = TRIES
 
     def __call__(self, size: int) -> Problem:
         """The problem of a size."""
-        if size not in self._known:
+        if size not in self._problems:
             problems = (self._steps.put_in(open_trace, size) for open_trace in self._open)
             problem = next(filter(None, problems), None) or self._opened(size) or self._steps.traced(size)
             host = self._steps.host
-            self._known[size] = problem if host is None else problem.with_host(host)
-        return self._known[size]
+            self._problems[size] = problem if host is None else problem.with_host(host)
+        return self._problems[size]
 
     def _opened(self, size: int) -> Problem | None:
         """Open the sizes, if they can be; give the problem of this one."""
         other_size = max(self._least, size // 2)
-        if not self._known or other_size >= size or not self._tries:
+        if not self._problems or other_size >= size or not self._tries:
             return None
         self._tries -= 1
         traced: Problem | None = None
         try:
             open_trace = self._steps.opened(size, other_size)
             # It has to be the step that it is with a fixed size: one that is known, else this one.
-            pairs = ((self._steps.put_in(open_trace, n), problem) for n, problem in self._known.items())
+            pairs = ((self._steps.put_in(open_trace, n), problem) for n, problem in self._problems.items())
             put_in, fixed = next((pair for pair in pairs if pair[0] is not None), (None, None))
             if fixed is None:
                 put_in, fixed = self._steps.put_in(open_trace, size), (traced := self._steps.traced(size))

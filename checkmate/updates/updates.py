@@ -38,7 +38,8 @@ class Updates:
     place: Placement | None = None  # the model is on the CPU between calls; None: it is where the step runs
     _updated: set[torch.Tensor] = field(default_factory=set, init=False)  # in the update that goes on
     _exchanged: set[torch.Tensor] = field(default_factory=set, init=False)  # sums, in the same
-    _others: dict[torch.Tensor, torch.Tensor] | None = field(default=None, init=False)  # of gradients elsewhere, norms
+    # By parameter of which this backward computes no gradient, and an earlier one did.
+    _norms_elsewhere: dict[torch.Tensor, torch.Tensor] | None = field(default=None, init=False)
 
     def of_parameters(self) -> dict[int, Update]:
         """The update of each parameter that the optimizers have now, by id."""
@@ -86,7 +87,7 @@ class Updates:
     def begin(self) -> None:
         """Prepare for an update, before its backward."""
         self._updated, self._exchanged = set(), set()
-        self._others, self.clipping.factor = None, None
+        self._norms_elsewhere, self.clipping.factor = None, None
         if self.scaling is not None:
             self.scaling.begin()
         if self.average is not None:
@@ -96,7 +97,7 @@ class Updates:
         """Check that all ranks are about to send the same gradients: in this order, then existing ones."""
         if self.exchange is not None:
             places = {p: n for n, p in enumerate(parameters_of(self.optimizers))}
-            sent = [*order, *(p for p in self._rest() if p not in {*order})]
+            sent = [*order, *(p for p in self._unsent() if p not in {*order})]
             device = next(iter(places)).device
             self.exchange.agree([(places[p], tuple(p.shape), str(p.dtype)) for p in sent], device)
 
@@ -116,9 +117,9 @@ class Updates:
 
         An earlier micro-batch used such a parameter, and the last one does not.
         """
-        if self._others is None:
+        if self._norms_elsewhere is None:
             self._exchange_rest()
-            self._others = {}
+            self._norms_elsewhere = {}
             for update in self.of_parameters().values():
                 if update.parameter in parameters:
                     continue
@@ -130,8 +131,8 @@ class Updates:
                         self.scaling.unscale(gradient)
                     is_clipped = self.clipping.most is not None
                     norm = norm_of(gradient, self.clipping.order) if is_clipped else gradient.new_empty(0)
-                    self._others[update.parameter] = norm
-        return self._others
+                    self._norms_elsewhere[update.parameter] = norm
+        return self._norms_elsewhere
 
     def coefficient(self, norms: Mapping[torch.Tensor, torch.Tensor]) -> torch.Tensor:
         """The factor that clips all gradients, from the norms of parameters' gradients and of those elsewhere."""
@@ -193,7 +194,7 @@ class Updates:
             if not self.keep:
                 optimizer.zero_grad(set_to_none=True)
 
-    def _rest(self) -> list[torch.Tensor]:
+    def _unsent(self) -> list[torch.Tensor]:
         """Parameters with gradients that are not yet averaged over all ranks."""
         if self.exchange is None:
             return []
@@ -203,7 +204,7 @@ class Updates:
         return [p for p in parameters if p in averaged]
 
     def _exchange_rest(self) -> None:
-        for parameter in self._rest():
+        for parameter in self._unsent():
             self.exchange_sum(parameter)
 
     def _skips(self, optimizer: optim.Optimizer) -> bool:

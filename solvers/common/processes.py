@@ -68,9 +68,9 @@ class Process:
 
     def __init__(self, call: Callable[..., Any], *arguments: Any, beside: bool = True) -> None:
         self._sent = pickle.dumps(sys.path) + pickle.dumps((call, arguments))
-        self._said = tempfile.TemporaryFile()  # noqa: SIM115  # closed with the process
+        self._stderr = tempfile.TemporaryFile()  # noqa: SIM115  # closed with the process
         command = [sys.executable, "-c", _CHILD, str(os.getpid()), "beside" if beside else ""]
-        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": self._said}
+        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": self._stderr}
         self._child = subprocess.Popen(command, **pipes, env={**os.environ, **(ONE_THREAD if beside else {})})
         self.pid = self._child.pid
 
@@ -92,8 +92,8 @@ class Process:
                 self._child.wait(GRACE_SECONDS)
             self.end()
             code = self._child.wait()
-            self._said.seek(0)
-            lines = ["it said nothing", *self._said.read().decode(errors="replace").strip().splitlines()]
+            self._stderr.seek(0)
+            lines = ["it said nothing", *self._stderr.read().decode(errors="replace").strip().splitlines()]
             raise SolverError(f"Its process ended with code {code}: {lines[-1]}") from None
 
     def end(self) -> None:
@@ -109,7 +109,7 @@ class Process:
             self._child.stdin.close()  # type: ignore[union-attr]
         self._child.stdout.close()  # type: ignore[union-attr]
         self._child.wait()
-        self._said.close()
+        self._stderr.close()
 
 
 class Processes:
@@ -167,10 +167,10 @@ class BackgroundProcess(ABC):
     level, failed = logging.INFO, "A call in a process of its own has failed: %s"
 
     def __init__(self, call: Callable[..., Any], *arguments: Any) -> None:
-        self._asked = call, arguments
+        self._task = call, arguments
         self.failure = ""  # why it ended early, if it failed
         self.process: Process | None = None  # while it runs
-        self.over, self._ended = threading.Event(), False
+        self.over, self._is_over = threading.Event(), False
 
     def start_after(self, turn: contextlib.AbstractContextManager[Any]) -> None:
         """Start the child as soon as ``turn`` can be entered."""
@@ -182,22 +182,22 @@ class BackgroundProcess(ABC):
 
     def end(self) -> None:
         """Kill the child."""
-        self._ended = True
+        self._is_over = True
         if (process := self.process) is not None:
             process.end()
 
     def _run(self, turn: contextlib.AbstractContextManager[Any]) -> None:
-        call, arguments = self._asked
+        call, arguments = self._task
         try:
             with turn:
-                if self._ended:
+                if self._is_over:
                     return
                 with Process(call, *arguments) as self.process:
-                    if not self._ended:
+                    if not self._is_over:
                         next(answer for answer in self.process.answers() if self.hear(answer))
         except (SolverError, OSError) as error:
             self.failure = str(error)
-            if not self._ended:
+            if not self._is_over:
                 log.log(self.level, self.failed, error)
         finally:
             self.process = None

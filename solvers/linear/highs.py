@@ -231,14 +231,14 @@ class Relaxation:
     """
 
     def __init__(self, model: Model, threads: int = 1) -> None:
-        self._model, self._added = model, list[Row]()
+        self._model, self._rows = model, list[Row]()
         self._solver = _holding(_to_highs(model, relax=True), threads=threads)
         self._slack = np.zeros(0)  # of the added rows, in the last answer
 
     @property
     def rows(self) -> int:
         """How many rows were added and not dropped."""
-        return len(self._added)
+        return len(self._rows)
 
     def solve(self, time_limit: float = float("inf")) -> Result:
         """Solve it.
@@ -253,7 +253,7 @@ class Relaxation:
             return Result(SolveStatus.STOPPED, None, float("inf"), least_objective(self._model))
         result = _result(self._solver, self._model, relax=True)
         if result.x is not None:
-            upper = np.array([row.upper for row in self._added])
+            upper = np.array([row.upper for row in self._rows])
             self._slack = upper - np.array(self._solver.getSolution().row_value)[self._model.rows :]
         return result
 
@@ -269,18 +269,18 @@ class Relaxation:
             len(rows), lower, upper, len(columns), starts[:-1].astype(np.int32), columns, coefficients
         )
         _check(status, "add rows")
-        self._added += rows
+        self._rows += rows
 
     def binding(self) -> list[Row]:
         """The added rows without slack in the last answer."""
-        return [row for row, slack in zip(self._added, self._slack, strict=False) if slack <= SLACK]
+        return [row for row, slack in zip(self._rows, self._slack, strict=False) if slack <= SLACK]
 
     def drop_slack(self) -> None:
         """Drop the added rows with slack in the last answer."""
         slack = self._slack > SLACK
         rows = np.flatnonzero(slack).astype(np.int32) + self._model.rows
         _check(self._solver.deleteRows(len(rows), rows.astype(np.int32)), "drop rows")
-        self._added = [row for row, drop in zip(self._added, slack.tolist(), strict=True) if not drop]
+        self._rows = [row for row, drop in zip(self._rows, slack.tolist(), strict=True) if not drop]
 
 
 def export(model: Model, path: str | os.PathLike[str]) -> None:

@@ -58,7 +58,7 @@ from checkmate.torch_internals.capturing import (
 
 log = logging.getLogger("checkmate.capture")
 _LOGS = re.compile(r"debug|info|warn|error|critical|exception|^log$")
-_made_of: WeakKeyDictionary[Any, tuple[Any, Any]] = WeakKeyDictionary()  # exceptions of the user's own classes
+_arguments_of: WeakKeyDictionary[Any, tuple[Any, Any]] = WeakKeyDictionary()  # exceptions of the user's own classes
 _VALUES = "_checkmate_context_variables"  # on Dynamo's graph: those that the step has set, with their values
 _SEEDS = (np.random.seed, np.random.set_state)  # which return nothing
 _AFTER = "_checkmate_numpy_state"  # on Dynamo's graph: NumPy's state after what was drawn for the capture
@@ -150,14 +150,14 @@ def _format(plain: Handler, self: Any, spec: Any, flags: int) -> None:
 
 def exception_of(tx: Any, variable: Any) -> BaseException:
     """The exception that Dynamo follows, made as the user's code makes it."""
-    error = _made(tx, variable.exc_type, *_made_of.get(variable, (variable.args, {})))
+    error = _exception(tx, variable.exc_type, *_arguments_of.get(variable, (variable.args, {})))
     base = getattr(variable, "exc_vt", variable)
     if isinstance(base.__cause__, (ExceptionVariable, UserDefinedExceptionObjectVariable)):
         error.__cause__ = exception_of(tx, base.__cause__)
     return error
 
 
-def _made(tx: Any, kind: type[BaseException], args: Any, kwargs: Any) -> BaseException:
+def _exception(tx: Any, kind: type[BaseException], args: Any, kwargs: Any) -> BaseException:
     values = [value_of(tx, argument) for argument in args]
     return kind(*values, **{name: value_of(tx, argument) for name, argument in kwargs.items()})
 
@@ -172,11 +172,11 @@ def _call_class(plain: Handler, self: Any, tx: Any, args: Any, kwargs: Any) -> A
             a.is_python_constant() or isinstance(a.realize(), StringFormatVariable) for a in (*args, *kwargs.values())
         ):
             raise
-        error = _made(tx, self.value, args, kwargs)
+        error = _exception(tx, self.value, args, kwargs)
         arguments = [VariableTracker.build(tx, argument) for argument in error.args]
         result = UserDefinedExceptionObjectVariable(error, init_args=arguments, mutation_type=AttributeMutationNew())
     if isinstance(result, UserDefinedExceptionObjectVariable):
-        _made_of[result] = (args, kwargs)
+        _arguments_of[result] = (args, kwargs)
     return result
 
 
