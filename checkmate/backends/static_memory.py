@@ -22,7 +22,7 @@ from checkmate.capture.nodes import tensors
 from checkmate.codegen.boxed import takes_one_list
 from checkmate.core.solution import Solution
 from checkmate.devices import REQUESTED
-from checkmate.inspection.addresses import storages_of
+from checkmate.look.addresses import storages_of
 from checkmate.memory import native
 from checkmate.memory.arena import PHASES, Arena, Phase, Run
 from checkmate.memory.lives import Lives
