@@ -28,9 +28,10 @@ if TYPE_CHECKING:
     from checkmate.compiler import compile as compile
     from checkmate.compiler import verify as verify
     from checkmate.host.homes import in_file as in_file
-    from checkmate.inspection.addresses import addresses as addresses
-    from checkmate.inspection.difference import diff as diff
-    from checkmate.inspection.peak import explain_peak as explain_peak
+    from checkmate.look.addresses import addresses as addresses
+    from checkmate.look.difference import diff as diff
+    from checkmate.look.page import report as report
+    from checkmate.look.peak import explain_peak as explain_peak
     from checkmate.sizes.fits import fits as fits
     from checkmate.sizes.max_batch_size import max_batch_size as max_batch_size
     from checkmate.solvers.catalogue import methods as methods
@@ -43,16 +44,15 @@ if TYPE_CHECKING:
     from checkmate.tracing import trace as trace
     from checkmate.training import TrainingStep as TrainingStep
     from checkmate.training import training_step as training_step
-    from checkmate.webpage.page import report as report
 
 _LAZY = {  # names that need PyTorch or a solver, by module
     name: f"checkmate.{module}"
     for module, names in {
         "compiler": "compile verify",
         "host.homes": "in_file",
-        "inspection.addresses": "addresses",
-        "inspection.difference": "diff",
-        "inspection.peak": "explain_peak",
+        "look.addresses": "addresses",
+        "look.difference": "diff",
+        "look.peak": "explain_peak",
         "sizes.fits": "fits",
         "sizes.max_batch_size": "max_batch_size",
         "solvers.catalogue": "methods",
@@ -63,7 +63,7 @@ _LAZY = {  # names that need PyTorch or a solver, by module
         "tags": "tag",
         "tracing": "explain trace",
         "training": "TrainingStep training_step",
-        "webpage.page": "report",
+        "look.page": "report",
     }.items()
     for name in names.split()
 }
@@ -74,11 +74,10 @@ _MOVED = {  # names of before, which the error of whoever still writes them tell
     **{
         name: f"{module}.{name}"
         for module, names in {
-            "inspection.addresses": "Addresses",
-            "inspection.difference": "Difference",
-            "inspection.explanation": "Explanation",
-            "inspection.op_costs": "Costs",
-            "inspection.peak": "PeakExplanation",
+            "look.addresses": "Addresses",
+            "look.difference": "Difference",
+            "look.costs": "Costs Explanation",
+            "look.peak": "PeakExplanation",
             "sizes.fits_page": "Fits",
             "sizes.largest_batch": "LargestBatch",
             "solvers.frontier": "Frontier",

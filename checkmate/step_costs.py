@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from checkmate.core.problem import Problem
-from checkmate.inspection.op_costs import Costs, costs_of
+from checkmate.look.costs import Costs, costs_of
 
 
 def costs(fn: Problem | Callable[..., Any], *args: Any, top: int = 10, **kwargs: Any) -> Costs:

@@ -25,7 +25,7 @@ from checkmate.core.problem import Problem
 from checkmate.core.rules import with_rules
 from checkmate.core.solution import Solution
 from checkmate.errors import CheckmateError, Unsupported
-from checkmate.inspection.explanation import Break, Explanation, pinned_ops
+from checkmate.look.costs import Break, Explanation, pinned_ops
 from checkmate.memory import CPU
 from checkmate.profiling.data_sheets import Device
 from checkmate.profiling.measure import Measure

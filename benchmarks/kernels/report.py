@@ -10,7 +10,7 @@ from benchmarks.common.rows import Row, cell, read
 from benchmarks.common.runner import RESULTS
 from checkmate.capture.fusion.kernels import Kernels
 from checkmate.core.answer import Table
-from checkmate.plot.style import BLUE, GREEN, ORANGE, PURPLE, RED
+from checkmate.look.drawings import BLUE, GREEN, ORANGE, PURPLE, RED
 
 PAGE = RESULTS.parents[1] / "docs" / "kernels.md"
 PLAIN, COMPILED, KEEP, HALF, SMALLEST = "plain", "torch.compile", "keep all", "half", "smallest"

@@ -30,7 +30,7 @@ from checkmate.core.problem import Problem
 from checkmate.core.solution import Solution, infeasible
 from checkmate.devices import REQUESTED
 from checkmate.errors import InfeasibleBudget, SolverError
-from checkmate.inspection.addresses import storages_of
+from checkmate.look.addresses import storages_of
 from checkmate.memory import native
 from checkmate.memory.arena import PHASES, Arena, Boxed, Phase
 from checkmate.memory.cuda_allocator import EXPANDABLE, DeviceState, Used, replay, replay_steps

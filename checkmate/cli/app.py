@@ -142,7 +142,7 @@ def _answer(args: argparse.Namespace, problem: Problem) -> int:
     if args.save_plan and solution.plan is not None:
         _write_json(args.save_plan, {**solution_record(solution), "steps": steps_of(solution)})
     if args.report and solution.plan is not None:
-        from checkmate.webpage.page import report
+        from checkmate.look.page import report
 
         report(solution, args.report)
     if args.json or solution.plan is not None:
@@ -163,8 +163,8 @@ def _report(args: argparse.Namespace) -> int:
             f"checkmate plan {args.problem} --budget {args.budget} --report plan.html"
         )
     _check(args)
+    from checkmate.look.page import report
     from checkmate.solvers.frontier import frontier
-    from checkmate.webpage.page import report
 
     solution = _solution(args, _read(args))
     if solution.plan is None:

@@ -1,7 +1,7 @@
 """Walk through a plan step by step, with the bytes in both memories and the clock.
 
 All that counts bytes or seconds of a plan goes by this one walk: `timing` here, `checkmate.core.simulator.simulate` and
-`checkmate.inspection.timeline`. The checker, `checkmate.core.simulator.check_plan`, does not.
+`checkmate.look.timeline`. The checker, `checkmate.core.simulator.check_plan`, does not.
 
 What is at hand are the resident bytes, the values not yet freed and the workspace of the op that runs. An op that
 writes over a value has as much less as that way of it saves. What is fetched takes its bytes from the beginning of the

@@ -15,7 +15,7 @@ import numpy as np
 from checkmate.core.graph import Graph, Op
 from checkmate.core.problem import Problem, Profile
 from checkmate.core.simulator import lower_runs, without_slower_ways
-from checkmate.inspection.timeline import Timeline, timeline
+from checkmate.look.timeline import Timeline, timeline
 from checkmate.memory.lives import Lives
 
 UPDATES = "checkmate.update_parameter"  # the target of ops that update a parameter begins so

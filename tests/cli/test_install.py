@@ -86,7 +86,8 @@ def test_each_file_of_the_package_is_in_the_wheel_and_no_other(built: Path) -> N
         files = wheel(folder)
         about = f"checkmate_torch-{checkmate.__version__}.dist-info"
         assert {name: text for name, text in files.items() if not name.startswith(about)} == sources()
-        assert {f"{about}/licenses/LICENSE", f"{about}/licenses/checkmate/webpage/vendor/uPlot.LICENSE"} <= {*files}
+        licenses = ("LICENSE", "checkmate/look/webpage/vendor/uPlot.LICENSE")
+        assert {f"{about}/licenses/{name}" for name in licenses} <= {*files}
         assert b"\nName: checkmate-torch\n" in files[f"{about}/METADATA"]
 
 

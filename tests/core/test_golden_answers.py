@@ -22,11 +22,10 @@ from checkmate.core.graph import Graph, Op, Value
 from checkmate.core.plan import Free, Plan, Run, Start
 from checkmate.core.problem import Profile
 from checkmate.core.rules import with_rules
-from checkmate.inspection.addresses import addresses
-from checkmate.inspection.difference import diff
-from checkmate.inspection.explanation import Break, Explanation, pinned_ops
-from checkmate.inspection.op_costs import costs_of
-from checkmate.inspection.peak import Price, explain_peak
+from checkmate.look.addresses import addresses
+from checkmate.look.costs import Break, Explanation, costs_of, pinned_ops
+from checkmate.look.difference import diff
+from checkmate.look.peak import Price, explain_peak
 from checkmate.memory.report import ArenaReport, ArenaUse, HostUse
 from checkmate.sizes.fits_page import NOT_ASKED, Fits, LargestSizes, MemoryOption
 from checkmate.sizes.largest_batch import LargestBatch, SizePoint
@@ -35,8 +34,8 @@ from checkmate.solvers.catalogue import METHODS, Catalogue
 from checkmate.solvers.common.incumbent import certify
 from checkmate.solvers.frontier import Frontier, Row
 from checkmate.solvers.search.min_budget import MinBudget
-from tests.inspection.test_timeline import AGAIN, _chain
-from tests.inspection.test_transfers import SOLUTION as SENDS
+from tests.look.test_timeline import AGAIN, _chain
+from tests.look.test_transfers import SOLUTION as SENDS
 
 GOLDEN = Path(__file__).with_name("golden_answers.txt")
 INF = float("inf")

@@ -19,8 +19,8 @@ from checkmate.core.simulator import check_plan, cost, simulate, without_idle_va
 from checkmate.core.solution import Solution, Status
 from checkmate.core.timing import timing
 from checkmate.errors import InvalidProblem
-from checkmate.inspection.peak import explain_peak
-from checkmate.inspection.timeline import timeline
+from checkmate.look.peak import explain_peak
+from checkmate.look.timeline import timeline
 from checkmate.solvers.solve import solve
 from tests.support.all_plans import cheapest_plan, random_problem_with_homes
 from tests.support.by_hand import solution_of

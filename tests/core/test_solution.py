@@ -19,8 +19,8 @@ from checkmate.core import answer
 from checkmate.core.plan import Plan
 from checkmate.core.problem import Problem
 from checkmate.core.solution import Solution, Status
-from checkmate.inspection.timeline import timeline
-from checkmate.webpage import captions
+from checkmate.look import page
+from checkmate.look.timeline import timeline
 from tests.support.all_plans import random_chain_with_links
 from tests.support.by_hand import plan_of, schedule_of, solution_of
 from tests.support.sampling import in_turn
@@ -73,7 +73,7 @@ def test_gap_and_overhead() -> None:
 def test_a_gap_that_is_not_closed_is_never_written_as_zero() -> None:
     nearly = replace(FOUND, bound=FOUND.cost * (1 - 1e-5))
     assert "(gap < 0.01%)" in str(nearly)
-    assert ("Gap", "< 0.01%") in [tile[:2] for tile in captions.answer(nearly)]
+    assert ("Gap", "< 0.01%") in [tile[:2] for tile in page.tiles(nearly)]
     assert "(gap 0.01%)" in str(replace(FOUND, bound=FOUND.cost * (1 - 1e-4)))
     assert "(gap 0.00%)" in str(replace(FOUND, bound=FOUND.cost))
 

@@ -23,9 +23,9 @@ ROOMS = (  # each imports itself and rooms of lines above it; those of one line 
     ("solvers.search",),
     ("solvers.baselines", "solvers.host"),
     ("solvers",),
-    ("codegen", "profiling", "inspection", "updates"),
+    ("codegen", "profiling", "look", "updates"),
     ("backends", "plot"),
-    ("verification", "webpage"),
+    ("verification",),
     ("compiler",),
     ("training",),
     ("tracing",),
@@ -36,7 +36,7 @@ ROOMS = (  # each imports itself and rooms of lines above it; those of one line 
 )
 LINE = {room: number for number, line in enumerate(ROOMS) for room in line}
 WITHOUT_TORCH = {
-    *("errors", "version", "statusline", "units", "core", "inspection", "plot", "webpage", "__init__"),
+    *("errors", "version", "statusline", "units", "core", "look", "plot", "__init__"),
     *("solvers", "solvers.common", "solvers.linear", "solvers.search", "solvers.baselines", "solvers.host"),
 }
 

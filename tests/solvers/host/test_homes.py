@@ -16,9 +16,9 @@ from checkmate.core.schedule import Schedule
 from checkmate.core.simulator import check_plan
 from checkmate.core.timing import timing
 from checkmate.errors import InvalidProblem
-from checkmate.inspection.difference import diff
-from checkmate.inspection.explanation import Explanation, pinned_ops
-from checkmate.inspection.peak import explain_peak
+from checkmate.look.costs import Explanation, pinned_ops
+from checkmate.look.difference import diff
+from checkmate.look.peak import explain_peak
 from checkmate.solvers.catalogue import METHODS
 from checkmate.solvers.common.fetches import MustBeBack, place_transfers, plain_events, sendable, with_fetches
 from checkmate.solvers.common.incumbent import Clock, Task

@@ -16,7 +16,7 @@ from checkmate.core.plan import Free, Run, Start
 from checkmate.core.schedule import run_at_once
 from checkmate.core.timing import timing, walk
 from checkmate.errors import CheckmateError
-from checkmate.inspection.timeline import timeline
+from checkmate.look.timeline import timeline
 from checkmate.solvers.catalogue import METHODS
 from checkmate.solvers.search.overlap import Exposed
 from tests.solvers.checks import wrong

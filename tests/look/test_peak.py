@@ -17,10 +17,10 @@ from checkmate import Problem
 from checkmate.core import simulator
 from checkmate.core.plan import Free, Plan, Run
 from checkmate.core.problem import Profile
-from checkmate.inspection import peak as peaks
-from checkmate.inspection.peak import Remaking, explain_peak
-from checkmate.inspection.timeline import timeline
-from tests.inspection.test_timeline import _chain
+from checkmate.look import peak as peaks
+from checkmate.look.peak import Remaking, explain_peak
+from checkmate.look.timeline import timeline
+from tests.look.test_timeline import _chain
 from tests.solvers.checks import by
 from tests.support import oracle
 from tests.support.by_hand import solution_of

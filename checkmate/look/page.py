@@ -1,6 +1,6 @@
 """A plan as one HTML page: four figures, interactive pictures, sortable tables. It needs no network.
 
-The page is the Jinja2 template ``page.html``; its words are made in ``captions.py``, what its script draws in
+The page is the Jinja2 template ``webpage/page.html``: its sentences are made here first, then what its script draws,
 `page_data`: a document in JSON of columns of numbers, tables, and each repeated text once. What comes from the user's
 model (names of ops, module paths) is in the page as escaped text, or as JSON in a script element that does not run; the
 page's own script writes it as text only, and a content security policy lets no other script run, whatever a name says.
@@ -11,9 +11,11 @@ from __future__ import annotations
 import base64
 import hashlib
 import os
+import platform
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from importlib import resources
+from contextlib import suppress
+from importlib import metadata, resources
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -25,18 +27,16 @@ from markupsafe import Markup, escape
 from checkmate.core.answer import Column
 from checkmate.core.files import write_bytes
 from checkmate.core.problem import Problem
-from checkmate.core.solution import Solution, check_plan
-from checkmate.inspection.addresses import Addresses, addresses
-from checkmate.inspection.difference import same_problem
-from checkmate.inspection.op_costs import COLUMNS, costs_of
-from checkmate.inspection.peak import PRICES, PeakExplanation, explain_peak, nth
-from checkmate.inspection.timeline import Timeline, timeline
-from checkmate.plot.draw_frontier import by_method, proven_area
-from checkmate.plot.style import LANES, ROLE_STYLES, ROLE_WORDS
+from checkmate.core.solution import Solution, Status, check_plan, format_gap
+from checkmate.look.addresses import Addresses, addresses
+from checkmate.look.costs import COLUMNS, costs_of
+from checkmate.look.difference import same_problem
+from checkmate.look.drawings import LANES, ROLE_LOOKS, by_method, proven_area
+from checkmate.look.peak import PRICES, PeakExplanation, explain_peak, nth
+from checkmate.look.timeline import Timeline, timeline
 from checkmate.solvers.frontier import FIGURES, Row
 from checkmate.units import format_bytes, format_seconds
 from checkmate.version import __version__
-from checkmate.webpage import captions
 
 ALWAYS = "there all the time"  # about a role whose name says the rest
 SCRIPTS = (  # in order
@@ -61,8 +61,7 @@ def report(
     Args:
         path: of the page.
         frontier: rows of `checkmate.frontier` for the same problem, to be shown too.
-        prices: whether to say, too, what less or more memory would change; takes two solves, as
-            `checkmate.inspection.peak.explain_peak` does.
+        prices: whether to say, too, what less or more memory would change, as `checkmate.explain_peak`: two solves.
 
     Raises:
         TypeError: if the solution is none.
@@ -97,15 +96,17 @@ def report(
     style = _part("vendor/uPlot.min.css") + _part("page.css")
     script = f"/*{_part('vendor/uPlot.LICENSE')}*/\n" + "".join(map(_part, SCRIPTS))
     words = {
+        "title": title_of(solution),
+        "version": __version__,
         "lead": f"{solution.title[0].upper()}{solution.title[1:]}.",
-        "answer": list(captions.answer(solution)),
+        "answer": list(tiles(solution)),
         "figures": solution.facts,
-        "memory_text": captions.memory_text(solution, line),
-        "links_text": captions.links_text(solution, line),
-        "schedule_text": captions.schedule_text(solution),
-        "addresses_text": captions.addresses_text(placed),
-        "frontier_text": "" if rows is None else captions.frontier_text(rows),
-        "facts": list(captions.facts(solution)),
+        "memory_text": memory_text(solution, line),
+        "links_text": links_text(solution, line),
+        "schedule_text": schedule_text(solution),
+        "addresses_text": addresses_text(placed),
+        "frontier_text": "" if rows is None else frontier_text(rows),
+        "facts": list(facts_of(solution.problem)),
         "data": page_data(solution, line, peak, placed, rows),
     }
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True)
@@ -113,20 +114,14 @@ def report(
     environment.filters["breakable"] = lambda text: Markup(re.sub(r"(?<=\w_)(?=[^_])", "<wbr>", escape(text)))
     environment.policies["json.dumps_kwargs"] = {"allow_nan": False, "separators": (",", ":")}
     page = environment.from_string(_part("page.html")).render(
-        _visible(words),
-        title=_visible(captions.title(solution)),
-        version=__version__,
-        style=Markup(style),
-        style_hash=_hash(style),
-        script=Markup(script),
-        script_hash=_hash(script),
+        _visible(words), style=Markup(style), style_hash=_hash(style), script=Markup(script), script_hash=_hash(script)
     )
     write_bytes(path, page.encode())
     return path
 
 
 def _part(name: str) -> str:
-    return (resources.files("checkmate.webpage") / name).read_text(encoding="utf-8").replace("\r\n", "\n")
+    return (resources.files("checkmate.look") / "webpage" / name).read_text(encoding="utf-8").replace("\r\n", "\n")
 
 
 def _hash(text: str) -> str:
@@ -149,13 +144,138 @@ def _visible(document: Any) -> Any:
     return document
 
 
+def title_of(solution: Solution) -> str:
+    """The title of the page: the step, its budget, and the source of its costs."""
+    problem = solution.problem
+    source = re.split("[,;]", problem.profile.source)[0]
+    costs = "" if source == "given" else f", {source}"
+    return f"checkmate: {problem.name or 'a step'} within {format_bytes(solution.budget)}{costs}"
+
+
+def _counted(count: int, word: str) -> str:
+    return f"{count:,} {word}{'s' * (count != 1)}"
+
+
+def tiles(solution: Solution) -> Iterator[tuple[str, str, str]]:
+    """The first figures of the page, for readers who know neither solver nor schedule: name, figure and meaning."""
+    assert solution.schedule is not None
+    problem, peak = solution.problem, solution.peak or 0
+    all_of_it, ops = format_bytes(problem.keep_all_peak), len(problem.graph.ops)
+    share = f"{peak / problem.keep_all_peak:.1%} of {all_of_it}" if problem.keep_all_peak else all_of_it
+    yield "Peak memory", format_bytes(peak), f"{share}, which plain PyTorch takes: it keeps everything"
+    yield "Budget", format_bytes(solution.budget), f"{format_bytes(solution.budget - peak)} of it left at the peak"
+    again = f"{int((solution.schedule.recomputed > 0).sum()):,} of {_counted(ops, 'op')} run again"
+    steps = f"{format_seconds(solution.cost)} a step, {format_seconds(problem.keep_all_cost)} with each op once"
+    only = solution.spent_on == "recomputation"
+    why = again if only else f"{again}; {solution.spent_on}"
+    if guessed := len(problem.profile.estimated):
+        steps = f"estimated{'' if guessed == ops else f' for {guessed:,} of the ops'}, {steps}"
+    yield "Recomputation" if only else "Time added", f"{solution.overhead:+.2%}", f"{steps}: {why}"
+    proof = "of the step is the most that a better schedule could save: proven"
+    best = "proven: no schedule within the budget takes less time"
+    yield "Gap", format_gap(solution.gap), best if solution.status is Status.OPTIMAL else proof
+
+
+def facts_of(problem: Problem) -> Iterator[tuple[str, str]]:
+    """The facts of a problem, beside `Solution.facts`: name and text."""
+    graph, forward = problem.graph, problem.graph.forward_length
+    yield "ops", f"{len(graph.ops):,}: {forward:,} in the forward, {len(graph.ops) - forward:,} in the backward"
+    yield "there all the time", format_bytes(problem.resident)
+    for rule in problem.rules:
+        cannot = f"; {_counted(len(rule.exempt), 'op')} cannot obey it" if rule.exempt else ""
+        yield "rule", f"{rule.text}, for {_counted(len(rule.ops), 'op')}{cannot}"
+    yield "ops that must run once", f"{sum(op.pinned is not None for op in graph.ops):,}"
+    yield "keeping everything", f"{format_bytes(problem.keep_all_peak)}, {format_seconds(problem.keep_all_cost)}"
+    yield "no budget can be below", f"{format_bytes(int(problem.unavoidable_bytes.max()))}"
+    if problem.host is not None:
+        yield "second memory", str(problem.host)
+    yield "profile", problem.profile.source
+    versions = [f"checkmate {__version__}", f"Python {platform.python_version()}"]
+    for name in ("torch", "numpy", "highspy"):
+        with suppress(metadata.PackageNotFoundError):
+            versions.append(f"{name} {metadata.version(name)}")
+    yield "written with", ", ".join(versions)
+
+
+def memory_text(solution: Solution, line: Timeline) -> str:
+    """Describe the picture of the memory for those who cannot see it."""
+    moment, after, written = line.peak_moment, len(line.moments) - line.boundary, solution.runs_over
+    where = f" ({moment.where})" if moment.where else ""
+    over = f", written over {moment.over}" if moment.over else ""
+    halves = f" The forward runs {_counted(line.boundary, 'op')}, the backward {after:,}." if after else ""
+    held = format_bytes(line.moments[line.boundary - 1].bytes)
+    between = f" When the forward ends, {held} are at hand." if 0 < line.boundary < len(line.moments) else ""
+    in_place = f" What goes with a run may be written over by it: {_counted(written, 'run')} do so." if written else ""
+    return (
+        f"Bytes at hand while each op runs, from {format_bytes(int(line.bytes[0]))} at the first op to "
+        f"{format_bytes(int(line.bytes[-1]))} at the last. The peak of {format_bytes(line.peak)} is at {moment.name}"
+        f"{over}{where}, execution {moment.index + 1:,} of {len(line.moments):,}, in the {moment.phase}; the budget is "
+        f"{format_bytes(solution.budget)}.{halves}{between}{in_place}"
+    )
+
+
+def links_text(solution: Solution, line: Timeline) -> str:
+    """Describe the strips below the memory; empty if the plan uses no link."""
+    if not line.lanes:
+        return ""
+    counts, words = {name: len(uses) for name, uses in line.lanes.items()}, list[str]()
+    if line.crossings:
+        sent, back = counts.pop("sent"), counts.pop("fetched")
+        words = [f"{_counted(sent, 'value')} sent to the second memory and {back:,} fetched"]
+    words += [f"{_counted(count, 'op')} on the link {name}" for name, count in counts.items()]
+    waited = any(use.waited for uses in line.lanes.values() for use in uses)
+    waits = ", framed where the step waits for one" if waited else "; it waits for none"
+    away = solution.second_memory
+    note = f" Below these are the bytes in the second memory, at most {format_bytes(away.peak)}." if away else ""
+    return f"Below the memory is what links carry while the step runs, as bars{waits}: {', '.join(words)}.{note}"
+
+
+def schedule_text(solution: Solution) -> str:
+    """Describe the picture of the schedule."""
+    assert solution.schedule is not None
+    again = solution.schedule.recomputed
+    dearest = np.argsort(-again * solution.problem.seconds, kind="stable")[:3]
+    names = [solution.problem.graph.ops[k].name for k in dearest if again[k]]
+    most = f" What takes most time of these: {', '.join(names)}." if names else ""
+    ops, times = int((again > 0).sum()), int(again.sum())
+    return (
+        f"A row for each stage, which ends with the first execution of its op; a column for each op. "
+        f"{ops:,} of {len(again):,} ops run again, {_counted(times, 'time')} in all.{most}"
+    )
+
+
+def addresses_text(placed: Addresses) -> str:
+    """Describe the picture of the addresses."""
+    alive = format_bytes(placed.bound)
+    places = "" if not any(box.over for box in placed.boxes) else " What is written over a value takes over its place."
+    low = "no arena is lower" if placed.gap == 0 else f"at most {format_gap(placed.gap, True)} of it could be saved"
+    return (
+        f"Each copy of a value that the step makes, and the workspace of each op, has a place in one arena of "
+        f"{format_bytes(placed.height)}, for as long as it is needed. At most {alive} are alive at one moment: {low}."
+        f"{places} What is there all the time lies outside."
+    )
+
+
+def frontier_text(rows: list[Row]) -> str:
+    """Describe the picture of cost against peak."""
+    plans = [row for row in rows if row.peak is not None]
+    text = f"{_counted(len(plans), 'plan')} for {_counted(len({row.budget for row in rows}), 'budget')}. "
+    if len(plans) == 1:
+        text += f"It takes {format_seconds(plans[0].cost)} at a peak of {format_bytes(plans[0].peak or 0)}. "
+    elif plans:
+        low, high = (f(plans, key=lambda row: (row.cost, row.peak or 0)) for f in (min, max))
+        ends = (f"{format_seconds(r.cost)} at a peak of {format_bytes(r.peak or 0)}" for r in (low, high))
+        text += f"The fastest takes {next(ends)}, the slowest {next(ends)}. "
+    return text + "No schedule is in the hatched part: that is proven."
+
+
 def page_data(
     solution: Solution, line: Timeline, peak: PeakExplanation, placed: Addresses, rows: list[Row] | None
 ) -> dict[str, Any]:
-    """The document that is embedded in the page; the script only shows it."""
+    """The document that is embedded in the page; its script only shows it."""
     problem, graph = solution.problem, solution.problem.graph
     assert solution.schedule is not None
-    texts, places = _Texts(), [op.place for op in graph.ops]
+    texts, places, top = _Texts(), [op.place for op in graph.ops], line.peak_moment
     modules = [f"{p.module} ({p.kind})" if p.module and p.kind else p.module or p.kind for p in places]
     roles = line.by_role()
     first = np.array([moment.time == 0 for moment in line.moments])
@@ -163,20 +283,20 @@ def page_data(
     sizes, workspace = problem.sizes.tolist(), [moment.workspace for moment in line.moments]
     spans = sorted(line.spans, key=lambda span: -span.bytes)
     lives = [(span.born, span.died) for span in spans]
+    edges = np.diff(np.pad(solution.schedule.S.T.astype(np.int8), ((0, 0), (1, 1))), axis=1)
+    (kept, begins), (_, ends) = np.nonzero(edges == 1), np.nonzero(edges == -1)
+    host = {"levels": line.levels, "most": max(line.host_bytes), "bytes": line.host_bytes}
     shown = {*sizes, *workspace, *line.host_bytes, *line.bytes.tolist()}
     shown.update(size for row in roles.values() for size in row.tolist())
     return {
         "budget": {"bytes": solution.budget, "label": f"budget {format_bytes(solution.budget)}"},
-        "peak": {
-            "bytes": line.peak,
-            "moment": line.peak_moment.index,
-            "label": f"peak {format_bytes(line.peak)} at {line.peak_moment.name}",
-        },
+        "peak": {"bytes": line.peak, "moment": top.index, "label": f"peak {format_bytes(line.peak)} at {top.name}"},
         "forward": graph.forward_length,
         "written": {size: format_bytes(size) for size in sorted(shown)},
         "roles": [  # in the order in which areas lie upon each other
-            {"name": role, "fill": fill, "hatch": hatch, "about": ROLE_WORDS.get(role, ALWAYS), "bytes": row.tolist()}
-            for role, row, (fill, hatch) in ((role, row, ROLE_STYLES[role]) for role, row in roles.items())
+            {"name": role, "fill": fill, "hatch": hatch, "about": words or ALWAYS, "bytes": roles[role].tolist()}
+            for role, (fill, hatch, words) in ROLE_LOOKS.items()
+            if role in roles
         ],
         "pinned": {k: op.pinned for k, op in enumerate(graph.ops) if op.pinned},
         "ops": {
@@ -208,8 +328,24 @@ def page_data(
             [span.value, texts[span.role], span.copy, int(begin), int(end) - 1, span.uses, texts[span.over]]
             for span, (begin, end) in zip(spans, np.searchsorted(line.ticks, lives), strict=True)
         ],
-        "links": _links(line) if line.lanes else None,
-        "kept": _intervals(solution.schedule.S),
+        "links": {  # the traffic of each link, the waits for it, and the bytes in a second memory if it is used
+            "lanes": [
+                {
+                    "name": name,
+                    "fill": fill,
+                    "hatch": hatch,
+                    "bars": [(use.begin, use.end) for use in uses],
+                    "waits": [use.stall for use in uses if use.waited],
+                }
+                for (name, uses), (fill, hatch) in zip(line.lanes.items(), cycle(LANES))
+            ],
+            "memory": host if line.crossings else None,
+            "waits": [format_seconds(m.waited) if m.waited else "" for m in line.moments],
+        }
+        if line.lanes
+        else None,
+        # S column by column: value, first stage and last stage of each interval
+        "kept": np.stack([kept, begins, ends - 1], axis=1).tolist(),
         "arena": {
             "height": placed.height,
             "boxes": [
@@ -306,44 +442,13 @@ def _tables(
         yield "frontier", f"Budgets and methods ({len(rows)})", columns, rows, None
 
 
-def _links(line: Timeline) -> dict[str, Any]:
-    """The traffic of each link, the waits for it, and the bytes in a second memory if it is used."""
-    host = {"levels": line.levels, "most": max(line.host_bytes), "bytes": line.host_bytes}
-    return {
-        "lanes": [
-            {
-                "name": name,
-                "fill": fill,
-                "hatch": hatch,
-                "bars": [(use.begin, use.end) for use in uses],
-                "waits": [use.stall for use in uses if use.waited],
-            }
-            for (name, uses), (fill, hatch) in zip(line.lanes.items(), cycle(LANES))
-        ],
-        "memory": host if line.crossings else None,
-        "waits": [format_seconds(m.waited) if m.waited else "" for m in line.moments],
-    }
-
-
-def _intervals(S: np.ndarray) -> list[list[int]]:
-    """S column by column: [value, first stage, last stage] of each interval."""
-    edges = np.diff(np.pad(S.T.astype(np.int8), ((0, 0), (1, 1))), axis=1)
-    (values, first), (_, end) = np.nonzero(edges == 1), np.nonzero(edges == -1)
-    return np.stack([values, first, end - 1], axis=1).tolist()
-
-
 def _frontier_data(solution: Solution, rows: list[Row]) -> dict[str, Any]:
     """Points by method, the area proven empty, and the seconds of the picture."""
 
     def point(name: str, peak: int, cost: float) -> tuple[int, float, str]:
         return peak, cost, f"{name}: peak {format_bytes(peak)}, step {format_seconds(cost)}"
 
-    methods = by_method(rows)
-    mark = solution.peak or 0, solution.cost
+    methods, mark = by_method(rows), (solution.peak or 0, solution.cost)
     proven, low, high = proven_area(rows, [mark, *(at for line in methods for at in line.points)])
-    return {
-        "this": point("this plan", *mark),
-        "methods": [{"label": line.label, "points": [point(line.name, *at) for at in line.points]} for line in methods],
-        "proven": proven,
-        "range": (low, high),
-    }
+    lines = [{"label": line.label, "points": [point(line.name, *at) for at in line.points]} for line in methods]
+    return {"this": point("this plan", *mark), "methods": lines, "proven": proven, "range": (low, high)}

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from checkmate.inspection.modules import fold
+from checkmate.look.timeline import fold
 from tests.support.sampling import in_turn
 
 PATHS = st.lists(st.lists(st.sampled_from("abc"), max_size=4).map(".".join), max_size=30)

@@ -11,7 +11,7 @@ from benchmarks.networks import dags
 from checkmate import Problem, Solution
 from checkmate.solvers.common.incumbent import certify
 from checkmate.solvers.frontier import Frontier
-from tests.inspection.test_timeline import _chain
+from tests.look.test_timeline import _chain
 from tests.support.all_plans import random_chain_with_links
 
 

@@ -11,7 +11,7 @@ import pytest
 import checkmate
 from checkmate import Problem
 from checkmate.cli.json_output import solution_record, steps_of
-from checkmate.inspection.explanation import Explanation, pinned_ops
+from checkmate.look.costs import Explanation, pinned_ops
 from tests.support.by_hand import solution_of
 
 PROBLEM = Problem.from_dag(

@@ -7,7 +7,7 @@ import pytest
 import checkmate
 from checkmate.core.plan import Run
 from checkmate.core.simulator import simulate
-from checkmate.inspection.addresses import storages_of
+from checkmate.look.addresses import storages_of
 from checkmate.solvers.addresses import Block, live_peak, overlaps
 from checkmate.solvers.common.incumbent import certify
 from tests.support.by_hand import random_runs, runs_of

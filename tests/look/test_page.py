@@ -23,17 +23,17 @@ from benchmarks.networks import dags
 from checkmate import Problem, Solution
 from checkmate.core.graph import Graph
 from checkmate.core.problem import Profile
-from checkmate.inspection.timeline import timeline
-from checkmate.plot.style import ROLE_STYLES
+from checkmate.look.drawings import ROLE_LOOKS
+from checkmate.look.timeline import timeline
 from checkmate.units import format_bytes, format_seconds
-from tests.inspection.test_transfers import SOLUTION as SENDS
-from tests.pictures.browser import Page, started
-from tests.pictures.plans import again, four_ops, frontier, no_cost, on_links
+from tests.look.browser import Page, started
+from tests.look.plans import again, four_ops, frontier, no_cost, on_links
+from tests.look.test_transfers import SOLUTION as SENDS
 from tests.project.test_import_without_torch import BLOCK, _python
 from tests.support.sampling import long, slow
 
 ROOT = Path(__file__).parents[2]
-VENDOR = ROOT / "checkmate" / "webpage" / "vendor"
+VENDOR = ROOT / "checkmate" / "look" / "webpage" / "vendor"
 HOSTILE = (
     "</script><script>window.hit = 1</script>",
     "<img src=x onerror='window.hit = 1'>",
@@ -203,7 +203,7 @@ def test_errors_say_what_to_do(path: Path) -> None:
 def test_an_installed_package_has_the_parts_of_the_page() -> None:
     (line,) = re.findall(r"^checkmate = \[(.*)\]$", (ROOT / "pyproject.toml").read_text(), flags=re.MULTILINE)
     patterns = re.findall(r'"(.*?)"', line)
-    parts = [path for path in (ROOT / "checkmate" / "webpage").rglob("*") if path.suffix in (".js", ".css", ".html")]
+    parts = [path for path in VENDOR.parent.rglob("*") if path.suffix in (".js", ".css", ".html")]
     assert len(parts) >= 2
     for part in (*parts, VENDOR / "uPlot.LICENSE"):
         assert any(fnmatch(part.relative_to(ROOT / "checkmate").as_posix(), pattern) for pattern in patterns)
@@ -270,7 +270,7 @@ def test_all_pictures_are_drawn(opened: Open) -> None:
     assert len(others) == 3
     assert min(sum(pixels.values()) for pixels in others) > 100
     roles = timeline(again().plan, again().problem).by_role()
-    assert min(areas[ROLE_STYLES[role][0].lower()] for role in roles) > 1000
+    assert min(areas[ROLE_LOOKS[role][0].lower()] for role in roles) > 1000
     assert page.texts("#frontier .legend span") == [
         "auto (4 of 5 budgets)", "checkpoint-all (1 of 5 budgets)", "this plan", "proven: no schedule is here",
     ]  # fmt: skip

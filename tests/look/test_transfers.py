@@ -12,10 +12,10 @@ from checkmate.core.host import Host
 from checkmate.core.plan import Drop, Fetch, Free, Plan, Run, Send, Wait
 from checkmate.core.problem import Problem
 from checkmate.core.timing import timing
-from checkmate.inspection.addresses import addresses, storages_of
-from checkmate.inspection.difference import diff
-from checkmate.inspection.peak import explain_peak
-from checkmate.inspection.timeline import timeline
+from checkmate.look.addresses import addresses, storages_of
+from checkmate.look.difference import diff
+from checkmate.look.peak import explain_peak
+from checkmate.look.timeline import timeline
 from checkmate.solvers.addresses import live_peak
 from checkmate.solvers.solve import solve
 from tests.core.test_timing import AWAY, CHAIN, HOST

@@ -12,8 +12,7 @@ import numpy as np
 from checkmate.core.answer import Column, Printed, Table, table
 from checkmate.core.problem import Problem
 from checkmate.core.solution import Solution, check_plan
-from checkmate.inspection.modules import fold
-from checkmate.inspection.timeline import OUTSIDE
+from checkmate.look.timeline import OUTSIDE, fold
 from checkmate.units import format_bytes, format_seconds, signed
 
 
@@ -55,7 +54,7 @@ class ModuleDifference:
 
 @dataclass(frozen=True, repr=False)
 class Difference(Printed):
-    """The difference of the second of two plans from the first. Prints as a summary with tables."""
+    """The difference of the second of two plans from the first."""
 
     a: Solution
     b: Solution
@@ -100,15 +99,14 @@ class Difference(Printed):
             yield word, f"{len(values)} values {self.kept_at}: {size}" if values else "no value"
 
     def _tables(self) -> Iterator[Table]:
-        """The tables that have rows."""
         if len(self.modules) > 1:
             yield table(_MODULES, self.modules, title="by module")
         if self.ops:
             yield table(_OPS, self.ops, top=self.top, title="runs")
         if self.values:
-            yield table(_values_by("kept by"), self.values, top=self.top, title=f"kept {self.kept_at}")
+            yield table(_values_by("kept"), self.values, top=self.top, title=f"kept {self.kept_at}")
         if self.sent:
-            yield table(_values_by("sent by"), self.sent, top=self.top, title="sent to the second memory")
+            yield table(_values_by("sent"), self.sent, top=self.top, title="sent to the second memory")
 
 
 _more_seconds, _more_bytes = partial(signed, form=format_seconds), partial(signed, form=format_bytes)
@@ -127,13 +125,9 @@ _MODULES = (
 )
 
 
-def _values_by(head: str) -> tuple[Column, ...]:
-    return (
-        Column("value", "name"),
-        Column(head, lambda row: "b" if row.bytes > 0 else "a"),
-        Column("bytes", "bytes", _more_bytes, total=True),
-        Column("where", "where"),
-    )
+def _values_by(verb: str) -> tuple[Column, ...]:
+    by = Column(f"{verb} by", lambda row: "b" if row.bytes > 0 else "a")
+    return Column("value", "name"), by, Column("bytes", "bytes", _more_bytes, total=True), Column("where", "where")
 
 
 def diff(a: Solution, b: Solution, *, top: int = 10) -> Difference:
@@ -159,9 +153,9 @@ def diff(a: Solution, b: Solution, *, top: int = 10) -> Difference:
     (plan_a, schedule_a), (plan_b, schedule_b) = (check_plan(solution, "compare") for solution in (a, b))
     if not same_problem(a.problem, b.problem):
         raise ValueError(f"The plans are of different problems: {a.problem!r} and {b.problem!r}.")
-    problem, graph, forward = a.problem, a.problem.graph, a.problem.graph.forward_length
-    divided = 0 < forward < len(graph.ops)
-    stage = forward if divided else int(problem.live_bytes.argmax())
+    problem, graph = a.problem, a.problem.graph
+    divided = 0 < graph.forward_length < len(graph.ops)
+    stage = graph.forward_length if divided else int(problem.live_bytes.argmax())
     kept_a, kept_b = (set(np.flatnonzero(schedule.S[stage]).tolist()) for schedule in (schedule_a, schedule_b))
     # The ops that run more often in one plan.
     runs_a, runs_b = schedule_a.R.sum(axis=0), schedule_b.R.sum(axis=0)
@@ -174,24 +168,16 @@ def diff(a: Solution, b: Solution, *, top: int = 10) -> Difference:
     # The differences by groups of modules, in the order of the forward; groups without any are left out.
     touched = {row.module for row in ops} | {row.module for row in values}
     paths = [path for path in dict.fromkeys(op.place.module for op in graph.ops) if path and path in touched]
-    groups = [(label, [paths[i] for i in part]) for label, part in fold(paths, max(1, top))]
-    groups += [(OUTSIDE, [""])] if "" in touched else []
-    modules = []
-    for label, inside in groups:
+    groups, modules = [(label, [paths[i] for i in part]) for label, part in fold(paths, max(1, top))], []
+    for label, inside in [*groups, (OUTSIDE, [""])] if "" in touched else groups:
         within = [row for row in ops if row.module in inside]
         runs, spent = sum(row.runs_b - row.runs_a for row in within), sum(row.seconds for row in within)
         kept_bytes = sum(row.bytes for row in values if row.module in inside)
         modules.append(ModuleDifference(label, runs, spent, kept_bytes))
-    return Difference(
-        a=a,
-        b=b,
-        ops=tuple(sorted(ops, key=lambda row: -abs(row.seconds))),
-        values=values,
-        modules=tuple(modules),
-        kept_at="between forward and backward" if divided else f"at the beginning of {graph.ops[stage].name}",
-        sent=_values(problem, plan_a.moved, plan_b.moved),
-        top=top,
-    )
+    by_seconds = tuple(sorted(ops, key=lambda row: -abs(row.seconds)))
+    kept_at = "between forward and backward" if divided else f"at the beginning of {graph.ops[stage].name}"
+    sent = _values(problem, plan_a.moved, plan_b.moved)
+    return Difference(a, b, by_seconds, values, tuple(modules), kept_at, sent, top)
 
 
 def same_problem(a: Problem, b: Problem) -> bool:

@@ -16,7 +16,7 @@ from checkmate.core.graph import CodePlace, Graph, Op, Value, code_place_of
 from checkmate.core.inplace import InPlace
 from checkmate.core.plan import Free, Plan, Run
 from checkmate.core.problem import Profile
-from checkmate.inspection.timeline import ROLES, Timeline, timeline
+from checkmate.look.timeline import ROLES, Timeline, timeline
 from tests.solvers.checks import by
 from tests.support.by_hand import plan_of, random_schedule
 from tests.support.oracle import all_schedules, random_problem, random_problem_with_ways

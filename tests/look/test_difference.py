@@ -11,7 +11,7 @@ import pytest
 import checkmate
 from benchmarks.networks import dags
 from checkmate import Problem
-from tests.inspection.test_timeline import _chain
+from tests.look.test_timeline import _chain
 from tests.solvers.checks import by
 from tests.support.by_hand import solution_of
 from tests.support.sampling import in_turn, long

@@ -5,7 +5,11 @@ picture needs more than one. Only `memory` of a plan that uses links adds strips
 their room from the Axes given where these stand in a grid, as those of ``plt.subplots`` do, and else hang below them.
 """
 
-from checkmate.plot.draw_frontier import frontier
-from checkmate.plot.draw_plan import memory, schedule
+from checkmate.look.drawings import frontier, memory, schedule
 
 __all__ = ["frontier", "memory", "schedule"]
+
+
+def __getattr__(name: str) -> None:
+    advice = "; the page of checkmate.report(solution) shows it" if name in ("addresses", "graph") else ""
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}{advice}")

@@ -8,14 +8,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, zip_longest
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from checkmate.core.answer import Column, Listed, Table, table
 from checkmate.core.plan import Drop, Fetch, Free, Plan, Send, Step, Wait
 from checkmate.core.simulator import simulate
 from checkmate.core.solution import OPTIMAL_GAP, Solution, Status, check_plan
 from checkmate.core.timing import timing
-from checkmate.inspection.timeline import Moment, Span, Timeline, timeline
+from checkmate.look.timeline import Moment, Span, Timeline, timeline
 from checkmate.solvers.common.incumbent import again
 from checkmate.solvers.host.kept import RoomBound, bounds_with_more
 from checkmate.solvers.solve import solve
@@ -33,7 +33,7 @@ class Held:
     value: int  # index in the graph
     name: str
     bytes: int
-    role: str  # one of `checkmate.inspection.timeline.ROLES`
+    role: str  # one of `checkmate.look.timeline.ROLES`
     made_by: str  # name of the op
     module: str  # path, empty where not known
     line: str  # of the source, such as "resnet.py:31", empty where not known
@@ -81,16 +81,8 @@ class PeakExplanation(Listed[Held]):
     @property
     def columns(self) -> tuple[Column, ...]:
         """The columns of the table of values held."""
-        sending = Column("sending costs", lambda row: _seconds(row.send_seconds), sort="send_seconds")
-        return (
-            Column("value", "name"),
-            Column("bytes", "bytes", format_bytes, total=True),
-            Column("role", "role"),
-            Column("needed next by", _next_use, sort="next_in"),
-            Column("dropping costs", lambda row: row.why_not or _seconds(row.drop_seconds), sort="drop_seconds"),
-            *([] if self.host_bytes is None else [sending]),
-            Column("where", "where"),
-        )
+        sending = Column("sending costs", lambda row: _told(row.send_seconds), sort="send_seconds")
+        return (*HELD, *([] if self.host_bytes is None else [sending]), Column("where", "where"))
 
     def _title(self) -> str:
         again = f", run for the {nth(self.moment.time + 1)} time" if self.moment.time else ""
@@ -109,8 +101,8 @@ class PeakExplanation(Listed[Held]):
             yield "second memory", format_bytes(self.host_bytes)
         if self.room_bounds and all(row.bound for row in self.room_bounds):
             base, more_here, more_there = self.room_bounds
-            less = [f"{max(0.0, 1 - row.bound / base.bound):.1%}" for row in (more_here, more_there)]
-            more = f"{less[0]} less with {format_bytes(more_here.here)} more here, {less[1]} less with"
+            less = [f"{max(0.0, 1 - row.bound / base.bound):.1%} less" for row in (more_here, more_there)]
+            more = f"{less[0]} with {format_bytes(more_here.here)} more here, {less[1]} with"
             bound = f"the linear bound of {format_seconds(base.bound)} would be {more}"
             yield "with more", f"{bound} {format_bytes(more_there.there)} more there"
         if self.resident:
@@ -130,17 +122,29 @@ class PeakExplanation(Listed[Held]):
             yield table(PRICES, self.prices, title=title)
         if self.better is not None:
             saved, step = (format_seconds(s) for s in (self.seconds - self.better.cost, self.better.cost))
-            title = (
-                f"On the way a better plan for the same budget was found: a step of {step}, {saved} "
-                "less. It is in .better; given more time, solve finds such a plan itself."
-            )
-            yield Table((title,))
+            found = f"On the way a better plan for the same budget was found: a step of {step}, {saved} less."
+            yield Table((f"{found} It is in .better; given more time, solve finds such a plan itself.",))
+
+
+def _told(seconds: float | None) -> str:
+    return "-" if seconds is None else format_seconds(seconds)
 
 
 _MOVING = {  # by lane
     "sent": ("being sent", "whose copy is not complete"),
     "fetched": ("on its way back", "which cannot be read yet"),
 }
+HELD = (
+    Column("value", "name"),
+    Column("bytes", "bytes", format_bytes, total=True),
+    Column("role", "role"),
+    Column(
+        "needed next by",
+        lambda row: row.next_op + {None: "", 0: ", the next op"}.get(row.next_in, f" in {_told(row.next_in)}"),
+        sort="next_in",
+    ),
+    Column("dropping costs", lambda row: row.why_not or _told(row.drop_seconds), sort="drop_seconds"),
+)
 PRICES = (
     Column("memory", "change_bytes", partial(signed, form=format_bytes)),
     Column("budget", "budget", format_bytes),
@@ -153,15 +157,6 @@ PRICES = (
     ),
     Column("status", lambda price: price.status.label),
 )
-
-
-def _seconds(seconds: float | None) -> str:
-    return "-" if seconds is None else format_seconds(seconds)
-
-
-def _next_use(row: Held) -> str:
-    wait = f" in {format_seconds(row.next_in)}" if row.next_in else ", the next op" if row.next_in == 0 else ""
-    return f"{row.next_op}{wait}"
 
 
 def nth(n: int) -> str:
@@ -181,16 +176,15 @@ def explain_peak(
     """List the values in memory at the peak of a plan, with the price of dropping each there.
 
     The cost of dropping a value is the seconds of the ops that make it again, right before the op that needs it next,
-    from what the plan has at hand then; of this value alone, and whether there is room for it is not asked. What fewer
-    or more bytes would really cost the prices say: for each, the problem is solved again, beginning with this plan. The
-    page docs/look.md says more, also of values that wait in a second memory.
+    from what the plan has at hand then; of this value alone, and whether there is room for it is not asked. Prices say
+    what fewer or more bytes would really cost: for each, the problem is solved again, beginning with this plan.
 
     Args:
         step: bytes less than the peak, and more than the budget, to ask the price of; by default 100 MB, or a hundredth
             of the peak if that is less.
         prices: whether to ask for prices at all; it takes two solves. Where values are at home in the second memory, it
             also asks the linear bound what a third of the budget more here would buy, and twice that there.
-        time_limit: seconds for each of the two solves, of which a step of thousands of ops may take a few more.
+        time_limit: seconds for each of the two solves.
         top: how many values are printed.
 
     Raises:
@@ -208,11 +202,10 @@ def explain_peak(
     plan, _ = check_plan(solution, "explain")
     if isinstance(top, bool) or not isinstance(top, int) or top < 0:
         raise ValueError(f"top is a number of rows, not {top!r}.")
-    peak = solution.peak or 0
+    problem, peak = solution.problem, solution.peak or 0
     size = max(1, min(STEP, peak // PARTS)) if step is None else parse_bytes(step)
-    line = timeline(plan, solution.problem)
-    moment = line.peak_moment
-    remake = Remaking(solution, line)
+    line = timeline(plan, problem)
+    moment, remake = line.peak_moment, Remaking(solution, line)
     alive = line.alive(moment.index)
     sending = [seconds_to_send(solution, line, moment, span) for span in alive[:top]]
     moving = {crossing.item: _MOVING[crossing.lane][0] for crossing in line.under_way(moment.index)}
@@ -220,8 +213,8 @@ def explain_peak(
     held = tuple(_held(solution, line, span, remake, moving.get(span.value, ""), costs) for span, costs in rows)
     # The input that the op at the peak could write over, and the op that still reads it.
     not_over = ""
-    for v, saved in solution.problem.savings[moment.op]:
-        name = solution.problem.graph.values[v].name
+    for v, saved in problem.savings[moment.op]:
+        name = problem.graph.values[v].name
         if name == moment.over:
             break
         span = next(span for span in alive if span.value == v)
@@ -234,24 +227,20 @@ def explain_peak(
     # Less memory than the peak, if that is possible, and more than the budget.
     changes = ((peak - size, -size), (solution.budget + size, size)) if prices else ()
     pairs = [_price(solution, budget, change, time_limit) for budget, change in changes if budget > 0]
-    third, problem, more = solution.budget // 3, solution.problem, tuple[RoomBound, ...]()
+    third, more = solution.budget // 3, tuple[RoomBound, ...]()
     if prices and problem.homes:
         more = bounds_with_more(problem, solution.budget, third, 2 * third, time_limit)
-    return PeakExplanation(
-        held,
-        tuple(price for price, _ in pairs),
-        *(line.peak, solution.budget, moment, line.resident, solution.cost, top, not_over),
-        better=_better(solution, [answer for _, answer in pairs]),
-        host_bytes=None if solution.problem.host is None else line.host_bytes[moment.index],
-        room_bounds=more,
-    )
+    figures = line.peak, solution.budget, moment, line.resident, solution.cost, top, not_over
+    better = _better(solution, [answer for _, answer in pairs])
+    host_bytes = None if problem.host is None else line.host_bytes[moment.index]
+    return PeakExplanation(held, tuple(price for price, _ in pairs), *figures, better, host_bytes, more)
 
 
 class Remaking:
     """The ops needed to remake a value at a moment from the values in memory then."""
 
     def __init__(self, solution: Solution, line: Timeline) -> None:
-        self.graph, self.seconds = solution.problem.graph, solution.problem.seconds
+        self.graph = solution.problem.graph
         self.spans: dict[int, list[tuple[int, int]]] = {}  # by value, when its copies are made or back, and gone
         for span in line.spans:
             last = max((span.last, *span.uses))  # an overwritten value is there while the op runs
@@ -281,13 +270,11 @@ def _held(
     solution: Solution, line: Timeline, span: Span, remake: Remaking, moving: str, send_seconds: float | None
 ) -> Held:
     graph, moment = solution.problem.graph, line.peak_moment
-    use = span.next_use(moment.index)
+    use, at_home, why_not = span.next_use(moment.index), span.value in solution.problem.homes, moving
     reader = None if use is None else line.moments[use]
-    at_home = span.value in solution.problem.homes
     needed = set() if use is None or at_home else remake.ops(span.value, use)
-    why_not = ""
     if moving:
-        why_not = moving
+        pass
     elif span.first == moment.index and span.role != "fetched":
         why_not = "made here" if span.continues is None else f"made here, over {moment.over}"
     elif moment.index in span.uses:
@@ -309,32 +296,19 @@ def _held(
                 why_not = f"{op.name} reads what {graph.ops[by].name} has overwritten by then"
             if why_not:
                 break
-    return Held(
-        value=span.value,
-        name=span.name,
-        bytes=span.bytes,
-        role=span.role,
-        made_by=graph.ops[span.producer].name,
-        module=span.place.module,
-        line=span.place.line,
-        where=span.where,
-        next_op="" if reader is None else reader.name,
-        next_in=None if reader is None else reader.begin - line.moments[moment.index + 1].begin + moment.waited,
-        drop_seconds=None if why_not else float(sum(solution.problem.seconds[k] for k in sorted(needed))),
-        why_not=why_not,
-        moving=moving,
-        send_seconds=send_seconds,
-    )
+    place = graph.ops[span.producer].name, span.place.module, span.place.line, span.where
+    next_in = None if reader is None else reader.begin - line.moments[moment.index + 1].begin + moment.waited
+    drop_seconds = None if why_not else float(sum(solution.problem.seconds[k] for k in sorted(needed)))
+    next_op = "" if reader is None else reader.name
+    costs: Any = next_op, next_in, drop_seconds, why_not, moving, send_seconds
+    return Held(span.value, span.name, span.bytes, span.role, *place, *costs)
 
 
 def _better(solution: Solution, answers: list[Solution]) -> Solution | None:
     """The fastest plan of the same ops that also fits the budget, if one of the answers is faster."""
-    best, least, splits = None, solution.cost * (1 - OPTIMAL_GAP), solution.problem.splits
-    for answer in answers:
-        fits = answer.peak is not None and answer.peak <= solution.budget and answer.problem.splits == splits
-        if fits and answer.cost < least:
-            best, least = answer, answer.cost
-    if best is None:
+    splits, within = solution.problem.splits, (s for s in answers if s.peak is not None and s.peak <= solution.budget)
+    best = min((s for s in within if s.problem.splits == splits), key=lambda s: s.cost, default=solution)
+    if best.cost >= solution.cost * (1 - OPTIMAL_GAP):
         return None
     return again(best, solution.problem, solution.budget, bound=min(solution.bound, best.cost))
 
@@ -353,9 +327,9 @@ def _price(solution: Solution, budget: int, change: int, time_limit: float) -> t
 def seconds_to_send(solution: Solution, line: Timeline, moment: Moment, span: Span) -> float | None:
     """Seconds by which the step grows if this value is away at this moment; None if it cannot be.
 
-    It would be sent when it is made and be waited for right before the moment, be fetched right after it, and be waited
-    for where it is read next. The rest of the plan stays as it is: its transfers may have to wait for these on their
-    links. Whether there is room here for the copy that comes back is not asked; there must be there.
+    It would be sent when it is made and fetched right after the moment, and be waited for right before it and where it
+    is read next. The rest of the plan stays as it is, though its transfers may have to wait for these. Whether there is
+    room here for the copy that comes back is not asked; there must be there.
     """
     plan, problem, index = solution.plan, solution.problem, moment.index
     use, v = span.next_use(index), span.value

@@ -14,9 +14,9 @@ from torch import nn, optim
 import checkmate
 from checkmate.backends.step_problem import step_name
 from checkmate.errors import Unsupported
-from checkmate.inspection.peak import explain_peak
+from checkmate.look.page import tiles
+from checkmate.look.peak import explain_peak
 from checkmate.training import TrainingStep
-from checkmate.webpage import captions
 from tests.support.bits import assert_same_bits
 from tests.support.sampling import in_turn
 
@@ -74,13 +74,13 @@ def test_the_report_says_what_step_it_is_of_and_whose_costs(tmp_path: Path) -> N
         problem.to_json(tmp_path / "problem.json")
         for each in (problem, checkmate.Problem.from_json(tmp_path / "problem.json")):
             solution = checkmate.solve(each, "1 GB", method="next-use", time_limit=1)
-            page = checkmate.report(solution, tmp_path / "plan.html").read_text(encoding="utf-8")
-            assert f"<h1>checkmate: {title}</h1>" in page
-            assert ("<dd>estimated, " in page) == estimated
+            text = checkmate.report(solution, tmp_path / "plan.html").read_text(encoding="utf-8")
+            assert f"<h1>checkmate: {title}</h1>" in text
+            assert ("<dd>estimated, " in text) == estimated
     # Of some ops only.
     some = replace(problem, profile=replace(problem.profile, estimated=(0, 2)))
-    tiles = list(captions.answer(checkmate.solve(some, "1 GB", method="next-use", time_limit=1)))
-    assert tiles[2][2].startswith("estimated for 2 of the ops, ")
+    figures = list(tiles(checkmate.solve(some, "1 GB", method="next-use", time_limit=1)))
+    assert figures[2][2].startswith("estimated for 2 of the ops, ")
 
 
 @pytest.mark.parametrize(

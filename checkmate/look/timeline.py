@@ -6,11 +6,12 @@ Pictures, explanations and reports read a plan through this module. Its bytes an
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import groupby
-from typing import Any, Literal
+from itertools import groupby, takewhile
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -19,7 +20,6 @@ from checkmate.core.inplace import InPlace
 from checkmate.core.plan import Drop, Fetch, Free, Plan, Run, Send, Start, Wait
 from checkmate.core.problem import Problem
 from checkmate.core.timing import Event, walk
-from checkmate.inspection.modules import fold
 
 RESIDENT = ("parameters", "buffers", "inputs", "optimizer state", "other resident")
 ROLES = (
@@ -32,7 +32,8 @@ ROLES = (
     "workspace",  # of the op that runs
 )
 Ways = dict[tuple[int, int | None], InPlace]  # by op and value that it writes over
-OUTSIDE = "outside modules"
+OUTSIDE, NOWHERE = "outside modules", CodePlace()
+Path = tuple[str, ...]  # of a module: layer1.0.conv2 is ("layer1", "0", "conv2")
 GROUPS = 8  # of modules, where nobody says how many
 
 
@@ -61,30 +62,30 @@ class Moment:
 
 @dataclass(frozen=True)
 class Span:
-    """A copy of a value, in memory from execution ``first`` to ``last``, both included.
+    """Bytes from birth to death: a copy of a value, or a workspace, in memory from execution ``first`` to ``last``.
 
     A copy that is written over ends before the execution that does so, though this one reads it yet. One that is
-    fetched begins with the execution after the begin of its transfer. What is at hand between two executions say
-    ``born`` and ``died``: moments of a finer clock, which ticks with every execution, start and fetch. What a started
-    op makes begins with the execution after its start.
+    fetched begins with the execution after the begin of its transfer, what a started op makes with the one after its
+    start. ``born`` and ``died`` are of a finer clock, which ticks with every execution, start and fetch.
     """
 
-    value: int  # index in the graph
-    name: str  # of the value
+    value: int  # index in the graph; of a workspace -1
+    name: str  # of the value, or of the op whose workspace it is
     bytes: int
     role: str  # one of ROLES
-    copy: int  # how many copies were made before
     producer: int  # the op that made it; of what is at home in the second memory, the first that reads it
     first: int  # index of the Moment that makes it
-    ready: int  # index of the first Moment that can read it: the next one, or the one after the end of its transfer
     last: int  # index of the last Moment at which it is at hand
-    uses: tuple[int, ...]  # indices of the Moments that read this copy, ascending
-    continues: int | None  # index of the Span in whose storage it is, which ends where this begins; None: in its own
-    over: str  # name of the value of that one; empty where there is none
-    where: str  # of the producer
-    place: CodePlace
     born: int  # the tick from which on it is at hand
     died: int  # the tick from which on it is gone
+    copy: int = 0  # how many copies were made before
+    ready: int = 0  # index of the first Moment that can read it: the next one, or the one after its transfer's end
+    uses: tuple[int, ...] = ()  # indices of the Moments that read this copy, ascending
+    continues: int | None = None  # index of the Span in whose storage it is, which ends where this begins; None: none
+    over: str = ""  # name of the value of that one; empty where there is none
+    where: str = ""  # of the producer
+    place: CodePlace = NOWHERE
+    offset: int = 0  # bytes from the begin of an arena, where `checkmate.addresses` has placed it
 
     def next_use(self, index: int) -> int | None:
         """The first Moment after this one that reads the copy; None if there is none."""
@@ -93,10 +94,7 @@ class Span:
 
 @dataclass(frozen=True)
 class LinkUse:
-    """A transfer to or from the second memory, or an op that a link carries.
-
-    Seconds are since the begin of the step.
-    """
+    """A transfer to or from the second memory, or an op that a link carries; seconds are since the step's begin."""
 
     lane: str  # "sent" to or "fetched" from the second memory, or the name of the op's link
     item: int  # index in the graph: of the value, or of the op
@@ -169,66 +167,62 @@ class Timeline:
         spans = (span for span in self.spans if span.born <= self.ticks[index] < span.died)
         return tuple(sorted(spans, key=lambda span: -span.bytes))
 
+    @property
+    def storages(self) -> list[list[Span]]:
+        """The spans that share a place, in turn: copies written over each other; then each workspace by itself."""
+        of_span = list[list[Span]]()
+        for span in self.spans:
+            of_span.append([] if span.continues is None else of_span[span.continues])
+            of_span[-1].append(span)
+        storages = [spans for spans, span in zip(of_span, self.spans, strict=True) if spans[0] is span]
+        ops = (m for m in self.moments if m.workspace)
+        lives = ((m.name, m.workspace, "workspace", m.op, m.index, m.index, m.tick, m.tick + 1) for m in ops)
+        return storages + [[Span(-1, *life)] for life in lives]
+
     def under_way(self, index: int) -> tuple[LinkUse, ...]:
         """The transfers that were begun and not yet waited for, at the same moment."""
         return tuple(c for c in self.crossings if c.born <= self.ticks[index] < c.died)
 
     def by_role(self) -> dict[str, np.ndarray]:
-        """(N,) int64 bytes over the step for each role that has any, in the order of ROLES.
-
-        They add up to `bytes`.
-        """
+        """(N,) int64 bytes over the step for each role that has any, in the order of ROLES. They add up to `bytes`."""
         rows = self._sums(lambda span: span.role)
         rows.update({role: np.full(len(self.moments), size) for role, size in self.resident.items()})
         rows["workspace"] = self.workspaces
         return {role: rows[role] for role in ROLES if role in rows and rows[role].any()}
 
     def by_module(self, groups: int = GROUPS) -> dict[str, np.ndarray]:
-        """(N,) int64 bytes over the step for each group of modules.
+        """(N,) int64 bytes over the step for each group of modules. They add up to `bytes`.
 
-        Modules next to each other are taken together as in `checkmate.inspection.modules.fold`, until there are
-        at most ``groups`` of them. What belongs to none is under "outside modules", what is there all the time under
-        "resident". They add up to `bytes`.
+        Modules next to each other are taken together as in `checkmate.look.timeline.fold`, until there are at most
+        ``groups`` of them. What belongs to none is "outside modules", what is there all the time "resident".
         """
+        held, none = self._sums(lambda span: span.place.module), np.zeros(len(self.moments), dtype=np.int64)
         order = dict.fromkeys(m.place.module for m in sorted(self.moments, key=lambda m: m.op))
-        paths = [path for path in order if path]
-        held = self._sums(lambda span: span.place.module)
-        held = {path: held.get(path, np.zeros(len(self.moments), dtype=np.int64)) for path in order}
+        held = {path: held.get(path, none).copy() for path in order}
         for moment in self.moments:
             held[moment.place.module][moment.index] += self.workspaces[moment.index]
-        named = {"": OUTSIDE}
+        paths, named = [path for path in order if path], {"": OUTSIDE}
         for label, part in fold(paths, groups, [int(held[path].sum()) for path in paths]):
             named.update((paths[i], label) for i in part)
-        rows = {"resident": np.full(len(self.moments), sum(self.resident.values()), dtype=np.int64)}
-        rows.update({label: np.zeros(len(self.moments), dtype=np.int64) for label in dict.fromkeys(named.values())})
+        rows = {"resident": none + sum(self.resident.values()), **dict.fromkeys(named.values(), none)}
         for path, row in held.items():
-            rows[named[path]] += row
+            rows[named[path]] = rows[named[path]] + row
         return {label: row for label, row in rows.items() if row.any()}
 
     def by(self, what: Literal["role", "module"]) -> dict[str, np.ndarray]:
-        """`by_role` or `by_module`.
-
-        Raises:
-            ValueError: if it is neither.
-        """
+        """`by_role` or `by_module`; a ValueError if it is neither."""
         if what not in ("role", "module"):
             raise ValueError(f"Bytes are told apart by 'role' or by 'module', not by {what!r}.")
         return self.by_role() if what == "role" else self.by_module()
 
     def _sums(self, label: Callable[[Span], str]) -> dict[str, np.ndarray]:
         """(N,) int64 for each label: the bytes of its spans over the step."""
-        spans: dict[str, list[Span]] = {}
+        changes, ticks = dict[str, np.ndarray](), 1 + max(span.died for span in self.spans)
         for span in self.spans:
-            spans.setdefault(label(span), []).append(span)
-        length = max(span.died for span in self.spans)
-        rows = {}
-        for name, group in spans.items():
-            changes = np.zeros(length + 1, dtype=np.int64)
-            for span in group:
-                changes[span.born] += span.bytes
-                changes[span.died] -= span.bytes
-            rows[name] = changes.cumsum()[self.ticks]
-        return rows
+            row = changes.setdefault(label(span), np.zeros(ticks, dtype=np.int64))
+            row[span.born] += span.bytes
+            row[span.died] -= span.bytes
+        return {name: row.cumsum()[self.ticks] for name, row in changes.items()}
 
 
 def timeline(plan: Plan, problem: Problem) -> Timeline:
@@ -282,20 +276,17 @@ def timeline(plan: Plan, problem: Problem) -> Timeline:
         ticks.append(tick)
         workspaces.append(held.get(tick, 0) + (workspace if tick == event.tick else 0))
         times[run.op] += 1
-    crossings, carried = _link_uses(problem, events)
-    host_bytes = tuple(max(event.host_bytes for event in group) for group in groups)
     levels = ((event.at, event.host_bytes) for event in events if isinstance(event.step, (Send, Drop)))
     return Timeline(
-        moments=tuple(moments),
-        spans=_spans(problem, events, ways),
-        resident=_resident(problem),
-        boundary=sum(moment.phase == "forward" for moment in moments),
-        seconds=events[-1].until,
-        ticks=np.array(ticks, dtype=np.int64),
-        workspaces=np.array(workspaces, dtype=np.int64),
-        crossings=crossings,
-        carried=carried,
-        host_bytes=host_bytes,
+        tuple(moments),
+        _spans(problem, events, ways),
+        _resident(problem),
+        sum(moment.phase == "forward" for moment in moments),
+        events[-1].until,
+        np.array(ticks, dtype=np.int64),
+        np.array(workspaces, dtype=np.int64),
+        *_link_uses(problem, events),
+        host_bytes=tuple(max(event.host_bytes for event in group) for group in groups),
         levels=((0.0, problem.homes_bytes), *levels),
     )
 
@@ -340,17 +331,16 @@ def _spans(problem: Problem, events: list[Event], ways: Ways) -> tuple[Span, ...
                     raise ValueError(f"The plan runs {run}, which no way of it does, or which is not at hand.")
                 ended = open_.pop(step.over)
                 end(ended, index - 1, tick)
-            # The outputs of an op on a link are there since its start, and ready now.
-            if step.op in started:
-                started.remove(step.op)
-                for v in op.outputs:
-                    rows[open_[v]]["ready"] = index + 1
-                continue
-            # Its outputs begin; a second copy of a value at hand ends at once.
             for v in op.outputs:
+                # Those of an op on a link are there since its start, and ready now.
+                if step.op in started:
+                    rows[open_[v]]["ready"] = index + 1
+                    continue
+                # Others begin; a second copy of a value at hand ends at once.
                 begin(v, index, tick, role_of(v, op), index + 1, ended if way is not None and way.makes == v else None)
                 end(len(rows) - 1, index, tick + 1)
                 open_.setdefault(v, len(rows) - 1)
+            started.discard(step.op)
         elif isinstance(step, Start):
             started.add(step.op)
             for v in graph.ops[step.op].outputs:
@@ -411,3 +401,100 @@ def _resident(problem: Problem) -> dict[str, int]:
         return {"other resident": problem.resident}
     sizes["other resident"] += remainder
     return {role: size for role, size in sizes.items() if size}
+
+
+class _Group(NamedTuple):
+    """Neighbouring rows from ``first`` to ``last``, both included."""
+
+    first: int
+    last: int
+    begin: Path  # module of the first of them that has one
+    end: Path  # and of the last; the same where they are all of one
+    weight: int
+
+    def joined(self, other: _Group) -> _Group:
+        begin, end = self.begin or other.begin, other.end or self.end
+        return _Group(self.first, other.last, begin, end, self.weight + other.weight)
+
+
+def fold(paths: Sequence[str], most: int, weights: Sequence[int] | None = None) -> list[tuple[str, range]]:
+    """Group neighbours of one module, the innermost modules first, until few enough groups are left.
+
+    Where one module would hold more than half of the weight, as with the many equal blocks of a transformer, it stays
+    apart: then neighbours are taken together so that the heaviest group is as light as it can be; or, where this would
+    leave no more than half of ``most``, the lightest neighbours first.
+
+    Args:
+        paths: of modules, such as ``layer1.0.conv2``, empty where there is none, in order of execution.
+        most: how many groups may be left.
+        weights: of each path, whole numbers; by default 1.
+
+    Returns:
+        Of each group its module, or the first and the last of its modules, empty where there is none; and its paths.
+
+    Raises:
+        ValueError: if ``most`` is less than 1.
+
+    >>> blocks = [f"h.{i}.{part}" for i in range(6) for part in ("attn", "mlp")]
+    >>> [label for label, _ in fold(["embed", *blocks, "head"], most=8)]
+    ['embed', 'h.0', 'h.1', 'h.2', 'h.3', 'h.4', 'h.5', 'head']
+    >>> fold([*blocks, "head"], most=4)
+    [('h.0-1', range(0, 4)), ('h.2-3', range(4, 8)), ('h.4-5', range(8, 12)), ('head', range(12, 13))]
+    """
+    if most < 1:
+        raise ValueError(f"most is a number of groups, at least 1, not {most!r}.")
+    split = [tuple(path.split(".")) if path else () for path in paths]
+    weights = [1] * len(split) if weights is None else weights
+    groups = [_Group(i, i, path, path, weights[i]) for i, path in enumerate(split)]
+    half = sum(weights) / 2
+    deepest = max(map(len, split), default=0)
+    for depth in range(deepest, 0, -1):
+        if len(groups) <= most:
+            break
+        # Each run of neighbours that share the first names of their module, as many as the depth, is one group.
+        folded: list[_Group] = []
+        for module, same in groupby(groups, key=lambda g: g.begin[:depth] or g.first):
+            run = list(same)
+            whole = len(run) > 1 and isinstance(module, tuple)
+            weight = sum(group.weight for group in run)
+            folded.append(_Group(run[0].first, run[-1].last, module, module, weight) if whole else run[0])
+        if depth < deepest and max(group.weight for group in folded) > max(half, *(g.weight for g in groups)):
+            break
+        groups = folded
+
+    def packed(capacity: int) -> list[_Group]:
+        evenly = groups[:1]
+        for group in groups[1:]:
+            fits = evenly[-1].weight + group.weight <= capacity
+            evenly[-1:] = [evenly[-1].joined(group)] if fits else [evenly[-1], group]
+        return evenly
+
+    if len(groups) > most:
+        # Group neighbours evenly, so that the heaviest group is as light as it can be.
+        weighs = [group.weight for group in groups]
+        capacity = bisect_left(range(sum(weighs)), True, max(weighs), key=lambda c: len(packed(c)) <= most)
+        evenly = packed(capacity)
+        groups = evenly if 2 * len(evenly) > most else groups
+    # A few are far heavier: take the lightest neighbours together.
+    while len(groups) > most:
+        i = min(range(len(groups) - 1), key=lambda i: groups[i].weight + groups[i + 1].weight)
+        groups[i : i + 2] = [groups[i].joined(groups[i + 1])]
+    return [(_label(group, split), range(group.first, group.last + 1)) for group in groups]
+
+
+def _label(group: _Group, paths: list[Path]) -> str:
+    """``h`` for a whole module, ``h.0-3`` for some neighbours within it, ``embed - h.3`` for others."""
+    inside = [path for path in paths[group.first : group.last + 1] if path]
+    # Names at the front that all of them have in common.
+    pairs = zip(min(inside, default=()), max(inside, default=()), strict=False)
+    shared = tuple(a for a, _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+    outside = (*paths[: group.first], *paths[group.last + 1 :])
+    if shared and (len(set(inside)) == 1 or all(path[: len(shared)] != shared for path in outside)):
+        return ".".join(shared)
+    begin, end = group.begin, group.end
+    if begin == end:  # some of a module, the rest of which is elsewhere
+        begin, end = (path[: len(shared) + 1] for path in (inside[0], inside[-1])) if inside else ((), ())
+    n = len(shared)
+    if n and begin != end and min(len(begin), len(end)) > n and begin[n + 1 :] == end[n + 1 :]:
+        return f"{'.'.join(begin[: n + 1])}-{end[n]}"
+    return " - ".join(dict.fromkeys(filter(None, map(".".join, (begin, end)))))
