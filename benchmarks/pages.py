@@ -92,14 +92,14 @@ def first_steps() -> dict[str, str]:
         "`aot_eager`": "{theirs:.1f} s",
     }
     near = {(row["model"], row["times"]): row for row in rows if row.get("times")}
-    names = dict.fromkeys(name for name, _ in near)
-    times = [times for times in (1.02, 1.1) if all((name, times) in near for name in names)]
-    heads: dict[str, Column] = {"network": "{model}", "ops": "{ops}"}
-    heads |= {f"{n:g} x": (lambda row, n=n: f"{near[row['model'], n]['plan_seconds']:.1f} s") for n in times}
+    seconds = {
+        n: to((row["plan_seconds"] for (_, times), row in near.items() if times == n), ".1f") for n in (1.02, 1.1)
+    }
     loop = of(LOOP)
     return {
         "start-first": table(columns, shown),
-        "start-near": table(heads, [near[name, times[0]] for name in names]),
+        "start-near": f"{seconds[1.1]} s",
+        "start-nearest": f"{seconds[1.02]} s",
         "start-loop": f"{loop['step_seconds']:.1f} s",
         "start-loop-ops": f"{loop['ops']:,}",
         "start-loop-theirs": f"{loop['theirs']:.1f} s",
@@ -154,13 +154,17 @@ def smallest_budgets() -> dict[str, str]:
 def whole_steps() -> dict[str, str]:
     """Whole training steps with AdamW."""
     rows = rows_of("whole_steps", "model", "way")
+
+    def peak_of(way: str) -> Column:
+        return lambda row: cell(rows[row["name"], way], "{peak:MB}")
+
     ways = {
         "smallest budget": f"{OURS}smallest",
         "compile + AdamW": "checkmate.compile, smallest",
         "checkpoint + hooks": "hooks + checkpoint, each block",
     }
     columns: dict[str, Column] = {"whole step": "{name}"}
-    columns |= {head: (lambda row, way=way: cell(rows[row["name"], way], "{peak:MB}")) for head, way in ways.items()}
+    columns |= {head: peak_of(way) for head, way in ways.items()}
     columns["keep all / plain"] = lambda row: f"{rows[row['name'], f'{OURS}keep all']['time_ratio']:.2f}"
     names = dict.fromkeys(name for name, way in rows if way == f"{OURS}smallest")
     return {"whole-steps": table(columns, [{"name": name} for name in names])}
