@@ -305,9 +305,16 @@ def how_it_works() -> dict[str, str]:
 def what_works() -> dict[str, str]:
     """Versions of PyTorch, Pythons, and the census of architectures."""
     rows = census.by_model(RESULTS / "census.jsonl")
+    tried, others = read(versions.RESULTS), read(versions.OTHERS)
+
+    def listed(key: str, rows: Sequence[Row]) -> str:
+        found = {row[key].rpartition(".")[0] for row in rows if not row["failed"]}
+        *first, last = sorted(found, key=lambda version: int(version.partition(".")[2]))
+        return f"{', '.join(first)} and {last}"
+
     return {
-        "versions": versions.table(read(versions.RESULTS)).markdown(),
-        "pythons": versions.table_of_others(read(versions.OTHERS)).markdown(),
+        "versions-torch": listed("torch", tried),
+        "versions-python": listed("python", [*tried, *others]),
         "census": census.counts(rows),
     }
 

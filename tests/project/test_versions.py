@@ -49,6 +49,10 @@ def test_each_version_passes_and_the_lowest_versions_that_are_named_have_a_row()
         assert f"{row[name]}.".startswith(f"{named}."), name
 
 
+def test_the_committed_document_is_of_the_committed_rows() -> None:
+    assert versions.RESULTS.with_suffix(".md").read_text() == versions.markdown(ROWS, OF_OTHERS)
+
+
 def test_one_list_of_pythons() -> None:
     """Pythons are named alike in rows and in the classifiers of the package."""
     assert ROOT / OTHERS == versions.OTHERS
