@@ -66,6 +66,7 @@ bench: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.peers $(ARGS)
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.peers.resident
 	$(BIN)/python -m benchmarks.peers --report
+	$(BIN)/python -m benchmarks.pages
 
 bench-all: $(STAMP)
 	for each in step arena loss hard_limit start ways tight solve solve.stages \

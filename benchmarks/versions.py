@@ -24,7 +24,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 from benchmarks.common.rows import Column, Row, append, documented, latest, origin, read
-from benchmarks.common.runner import table_of
+from benchmarks.common.runner import document, table_of
 from checkmate.core.answer import Table
 
 ROOT = Path(__file__).parents[1]
@@ -110,6 +110,20 @@ def table_of_others(rows: Sequence[Row]) -> Table:
     return table_of(columns, _last(rows, "python"), {*columns} - {*COUNTS})
 
 
+def markdown(rows: Sequence[Row], others: Sequence[Row]) -> str:
+    """Both tables, with what they are of."""
+    return document(
+        "Versions of PyTorch and of Python",
+        "`make test-versions` runs on each version of PyTorch what of the suite has to do with it: capture, code, "
+        "training, whole steps, distributed, the arena, random programs. Skipped are tests for CUDA, and of what a "
+        "version does not do: there it is refused in words. Left out is what cannot be put in place of PyTorch's own.",
+        table(rows),
+        "With the lowest versions of all that `pyproject.toml` names (`nox -s lowest`) the selection has run, and on "
+        "other versions of Python (`nox -s pythons`) a part of it.",
+        table_of_others(others),
+    )
+
+
 def _last(rows: Sequence[Row], of: str) -> list[Row]:
     return sorted(latest(rows, of), key=lambda row: [int(n) for n in _plain(row[of]).split(".")])
 
@@ -130,12 +144,12 @@ def main() -> int:
     parser = documented(__doc__)
     parser.add_argument("--new", action="store_true", help="in an environment with the newest there is")
     parser.add_argument("--quick", action="store_true", help="a part of the selection, without a row in that file")
-    parser.add_argument("--report", action="store_true", help="print the table of the last rows, and run nothing")
+    parser.add_argument("--report", action="store_true", help="write the page of the last rows, and run nothing")
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
     if args.report:
-        print(table(read(args.out)).markdown())
+        RESULTS.with_suffix(".md").write_text(markdown(read(RESULTS), read(OTHERS)))
         return 0
     if args.new:
         return subprocess.run([sys.executable, "-m", "nox", "-s", "new"], cwd=ROOT, check=False).returncode

@@ -43,7 +43,7 @@ def trace(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Problem:
             kwargs: an example batch for it, and the options that follow.
         profile: ``"measure"``, the default, runs each distinct op on its own, on this machine. ``"roofline:NAME"`` runs
             nothing and estimates for a device, such as ``"roofline:h100"``; model and batch may then be on the meta
-            device. The page docs/another_machine.md says more of each, and of files of costs. A `Profile` of this very
+            device. The page docs/fit.md says more of each, and of files of costs. A `Profile` of this very
             step is taken as it is.
         others: as for `checkmate.compile`. `Problem.with_host` takes a second memory of another machine.
 

@@ -38,7 +38,7 @@ html_math_renderer = "mathml"  # drawn by the browser: no script, no network
 HERE = Path(__file__).parent
 MADE = HERE / "made"  # copies of what is pages, too, though it lies elsewhere in the repository
 TAG = re.compile(r"\\tag\{([^}]*)\}")  # of a formula
-COPIED = {"notebooks": ("*.ipynb",), "benchmarks/results": ("*.md", "*.png", "peers/*.png")}
+COPIED = {"notebooks": ("*.ipynb",), "benchmarks/results": ("*.md", "*.png", "peers/*.png"), ".": ("CONTRIBUTING.md",)}
 
 
 class Reader(nn.Module):
@@ -58,7 +58,7 @@ class Reader(nn.Module):
 
 
 def write_plan(app: Any, failure: Exception | None) -> None:
-    """Write the page that `report.md` shows: a step planned within half of the bytes of the plain one."""
+    """Write the page that `look.md` shows: a step planned within half of the bytes of the plain one."""
     if failure is None and app.builder.format == "html":
         logging.getLogger("checkmate").setLevel(logging.WARNING)
         torch.manual_seed(0)

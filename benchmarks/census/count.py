@@ -8,7 +8,7 @@ the same state, and compiled at 30 % of the way from the smallest budget to keep
 not train, or does not repeat bit for bit, is not counted. One row for each model is appended to the file; the last one
 counts. A run goes on where the one before it ended: models that have a row are left out, unless they are named, or
 their status is (``--again refused,wrong``, ``--again all``). ``--here`` runs models in this process, with the traceback
-of what fails, and writes no row. ``--report`` only prints the counts and writes them into `docs/supported.md`.
+of what fails, and writes no row. ``--report`` only prints the counts and writes results/census.md.
 
 The limit of seconds is of each process's own time, so that what else the machine does ends no model early. It takes an
 hour of two idle cores. timm asks for torchvision, whose compiled ops load beside PyTorch for CUDA only; its networks
@@ -131,5 +131,5 @@ def main() -> None:
             print(f"{i:>3}/{len(names)}  {row['model']}: {report.short(row)}", flush=True)
     rows = report.by_model(args.out)
     print("\n" + report.counts(rows))
-    if args.report and args.out == RESULTS:
-        report.write(rows)
+    if args.report:
+        args.out.with_suffix(".md").write_text(report.markdown(rows))

@@ -1,4 +1,4 @@
-"""The rows of `benchmarks.census` as counts, and as a section of `docs/supported.md` that names what is not right."""
+"""The rows of `benchmarks.census` as counts, and as a page that names what is not right."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ from benchmarks.common.rows import Row, latest, read
 from checkmate.core.answer import Table
 
 Rows = Mapping[str, Row]
-DOCUMENT = Path(__file__).parents[2] / "docs" / "supported.md"
-HEADING = "## Every architecture of two libraries"
 NOT_COUNTED = ("untrained", "wavering")  # by plain PyTorch itself
 KINDS = {  # what may come of a model that counts, and what the tables call it
     "right": "right",
@@ -64,8 +62,8 @@ def counts(rows: Rows) -> str:
     return Table(heads, lines, heads[1:]).markdown()
 
 
-def section(rows: Rows) -> str:
-    """The section of `docs/supported.md`, of the rows."""
+def markdown(rows: Rows) -> str:
+    """The counts, and a list of what is not right or not counted."""
     some = counted(rows)
     wrong = [row for row in some if row["status"] != "right"]
     again = sum(row.get("overhead", 0.0) > 0 for row in some if row["status"] == "right")
@@ -74,7 +72,7 @@ def section(rows: Rows) -> str:
     left_out = "" if any(row["library"] == "timm" for row in rows.values()) else " Networks of timm were left out."
     minutes = sum(row["seconds"] for row in rows.values()) / 60
     lines = [
-        HEADING,
+        "# Every architecture of two libraries",
         "",
         "The language models that transformers lists (causal, masked, sequence to sequence) and one network of",
         "each family of timm, as far as they have a row: tiny and with random weights, trained for two steps plainly,",
@@ -98,13 +96,3 @@ def section(rows: Rows) -> str:
         text = (why or "other bits the second time").replace("|", "\\|").replace("<", "&lt;")
         lines.append(f"- `{model}`: {text}")
     return "\n".join([*lines, ""])
-
-
-def write(rows: Rows) -> None:
-    """Put the section in its place in the document."""
-    before, _, rest = DOCUMENT.read_text().partition(f"{HEADING}\n")
-    if not rest:
-        before, _, rest = before.partition("## Ways to train\n")
-        rest = f"\n## Ways to train\n{rest}"
-    after = rest.partition("\n## ")[2]
-    DOCUMENT.write_text(f"{before}{section(rows)}\n## {after}")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import platform
-import re
 import string
 import subprocess
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -118,18 +117,3 @@ def add_names(parser: argparse.ArgumentParser, known: Collection[str], default: 
 
     told = f"of {', '.join(known)}; by default {', '.join(default) or 'all'}"
     parser.add_argument("names", nargs="*", type=name, metavar="NETWORK", help=told, default=[*(default or known)])
-
-
-def renewed(page: Path, found: Mapping[str, str]) -> str:
-    """The text of a page with its tables, told by their first heads, as the rows have them.
-
-    Raises:
-        ValueError: if there is not one table with such a head.
-    """
-    text = page.read_text()
-    for head, table in found.items():
-        there = re.findall(rf"^\| {re.escape(head)} \|.*\n(?:\|.*\n)*", text, flags=re.MULTILINE)
-        if len(there) != 1:
-            raise ValueError(f"{page.name} has {len(there)} tables that begin with {head!r}, not one.")
-        text = text.replace(there[0], f"{table}\n")
-    return text

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common.apart import EndedEarly, apart
-from benchmarks.common.rows import Column, Row, add_names, append, cell, documented, origin, read, renewed
+from benchmarks.common.rows import Column, Row, add_names, append, cell, documented, origin, read
 from checkmate.core.answer import Table
 
 RESULTS = Path(__file__).parents[1] / "results"
@@ -39,7 +39,6 @@ class Benchmark:
         environment: variables of the processes.
         ended: the row of a case whose process did not come to its end; without it the benchmark ends there.
         page: the text of a page that is written beside the rows, of all that are there.
-        docs: a page of the docs, and its tables of rows by their first heads; renewed for rows that are committed.
         report: draws pictures of the rows in the file that it is given.
     """
 
@@ -55,7 +54,6 @@ class Benchmark:
     environment: Mapping[str, str] = field(default_factory=dict)
     ended: Callable[[dict[str, Any], EndedEarly], Row] | None = None
     page: Callable[[list[Row]], str] | None = None
-    docs: tuple[Path, Callable[[list[Row]], Mapping[str, str]]] | None = None
     report: Callable[[Path], object] | None = None
 
     @property
@@ -112,9 +110,6 @@ class Benchmark:
             print("", self.table(self._measured(args)), sep="\n")
         if self.page is not None:
             args.out.with_suffix(".md").write_text(self.page(read(args.out)))
-        if self.docs is not None and args.out == self.path:
-            page, tables = self.docs
-            page.write_text(renewed(page, tables(read(args.out))))
         if self.report is not None:
             self.report(args.out)
 

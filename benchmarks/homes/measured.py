@@ -1,7 +1,7 @@
 """Plans of a Llama-3 8B at home in the host's memory, beside the choice of others and what they measured.
 
     python -m benchmarks.homes.measured [DEVICE ...] [--length 1024 4096 16384] [--host-gib 60 75] [--gib 24 ... 78]
-    python -m benchmarks.homes.measured --report     # from the rows: results/homes_measured.md, docs/comparison.md
+    python -m benchmarks.homes.measured --report     # from the rows: results/homes_measured.md
 
 ml_dataflow trains a Llama-3 8B with AdamW in bfloat16 on one device, with all that is there between calls in the host's
 memory. It was measured within many bytes of both memories (`benchmarks/homes/theirs.py`). At each of these rows a call
@@ -19,26 +19,22 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from benchmarks.common.own_seconds import count_own_seconds
-from benchmarks.common.rows import Column, Row, cell, latest, read
+from benchmarks.common.rows import Column, Row, latest, read
 from benchmarks.common.runner import Benchmark, document, where_from
 from benchmarks.homes.planned import STATES, large_values, traced, with_homes
 from benchmarks.homes.theirs import Measured, measured, of_layers, plan_of
-from benchmarks.solve.comparison import HERE
 from checkmate.core import simulator
-from checkmate.core.answer import Table
 from checkmate.core.problem import Problem
 from checkmate.core.timing import timing
 from checkmate.solvers.common.incumbent import Clock, Task
 from checkmate.solvers.host.kept import keep_homes
 from checkmate.solvers.solve import solve
 
-PAGE = HERE.parent / "docs" / "comparison.md"
 TOKENS = 16384  # of a call
 LINKS = {"h100": 55.0, "a100": 25.0}  # GB/s each way
 MOST = 78  # GiB of a device: those beside whose speed that within fewer is held
 ALL, LAYERS = "all", "layers"  # whose parameters, sums and states are at home in the host's memory
-HEAD = "beside measured rows"  # of the table on the page
-SHOWN = (75, (24, 40, 60, 78))  # GiB of host and device in it
+DRAWN = 75  # GiB of the host, in the picture
 
 
 def rows_of(
@@ -142,29 +138,11 @@ def markdown(rows: Sequence[Row]) -> str:
     )
 
 
-def tables(rows: Sequence[Row]) -> dict[str, str]:
-    """The table of `docs/comparison.md`, by its first head."""
-    host, budgets = SHOWN
-    heads: dict[str, Column] = {
-        HEAD: "{device}, {length} tokens",
-        "GiB": "{gib}",
-        "**checkmate**": COLUMNS["step"],
-        "gap": COLUMNS["gap"],
-        "their choice": COLUMNS["their choice"],
-        "**share of 78 GiB**": COLUMNS["share"],
-        "of their choice": COLUMNS["their share"],
-        "as measured": COLUMNS["measured"],
-    }
-    shown = [row for row in with_shares(rows) if row["host_gib"] == host and row["gib"] in budgets]
-    lines = [[cell(row, column) for column in heads.values()] for row in shown]
-    return {HEAD: Table([*heads], lines, [*heads][1:]).markdown()}
-
-
 def draw(file: Path) -> None:
     """Shares of the speed against GiB of the device: our plans, and as measured; a panel for each device."""
     from matplotlib.figure import Figure
 
-    rows = [row for row in with_shares(read(file)) if row["host_gib"] == SHOWN[0] and row.get("share")]
+    rows = [row for row in with_shares(read(file)) if row["host_gib"] == DRAWN and row.get("share")]
     figure = Figure(figsize=(9, 4), layout="constrained")
     axes = figure.subplots(1, len(LINKS), sharey=True, squeeze=False)[0]
     for panel, device in zip(axes, LINKS, strict=True):
@@ -173,7 +151,7 @@ def draw(file: Path) -> None:
             for key, style, whose in (("share", "o-", "ours"), ("measured_share", "s:", "measured")):
                 label = f"{length} tokens, {whose}"
                 panel.plot([row["gib"] for row in of], [row[key] for row in of], style, color=f"C{i}", label=label)
-        panel.set(title=f"{device.upper()}, host of {SHOWN[0]} GiB", xlabel="GiB of the device")
+        panel.set(title=f"{device.upper()}, host of {DRAWN} GiB", xlabel="GiB of the device")
         panel.grid(alpha=0.3)
     axes[0].set_ylabel(f"share of the speed within {MOST} GiB")
     axes[-1].legend(fontsize=8)
@@ -215,7 +193,6 @@ BENCHMARK = Benchmark(
     quick={"names": ["h100"], "length": (16384,), "layers": 4, "host_gib": [75], "gib": [24, 78], "seconds": 5.0},
     packages=("torch", "transformers"),
     page=markdown,
-    docs=(PAGE, tables),
     report=draw,
 )
 

@@ -1,7 +1,7 @@
 """Seconds and peaks of steps by PyTorch's kernels and by fused ones, beside torch.compile, on the CPU.
 
     python -m benchmarks.kernels [NETWORK ...] [--rounds 7] [--time-limit 5]
-    python -m benchmarks.kernels --report     # from the rows: the tables of docs/kernels.md, and the picture
+    python -m benchmarks.kernels --report     # from the rows: results/kernels.md, and the picture
 
 Ways are plain PyTorch, `torch.compile`, that with its activation memory budget or with checkpoints around blocks, and
 ours with each value of ``kernels``: keeping everything, at half of what plain PyTorch takes, within the measured peaks
@@ -303,6 +303,6 @@ BENCHMARK = Benchmark(
     },
     names=NETWORKS,
     options={"rounds": (7, "of timed steps"), "time_limit": (5.0, "seconds for each plan")},
-    docs=(report.PAGE, report.tables),
+    page=report.markdown,
     report=report.draw,
 )

@@ -1,4 +1,4 @@
-"""The rows of `benchmarks.kernels` as tables of docs/kernels.md, and as a picture: a step's time against its peak."""
+"""The rows of `benchmarks.kernels` as tables, and as a picture: a step's time against its peak."""
 
 from __future__ import annotations
 
@@ -7,12 +7,11 @@ from pathlib import Path
 from typing import Any, get_args
 
 from benchmarks.common.rows import Row, cell, read
-from benchmarks.common.runner import RESULTS
+from benchmarks.common.runner import document, where_from
 from checkmate.capture.fusion.kernels import Kernels
 from checkmate.core.answer import Table
 from checkmate.look.drawings import BLUE, GREEN, ORANGE, PURPLE, RED
 
-PAGE = RESULTS.parents[1] / "docs" / "kernels.md"
 PLAIN, COMPILED, KEEP, HALF, SMALLEST = "plain", "torch.compile", "keep all", "half", "smallest"
 BUDGETS = (0.1, 0.3, 0.5)  # of activations, for torch.compile
 TIGHT, CHECKPOINTS = f"{COMPILED}, budget {BUDGETS[0]}", f"{COMPILED}, checkpoints"
@@ -40,7 +39,7 @@ def latest(rows: Iterable[Row]) -> dict[str, dict[str, Row]]:
 
 
 def tables(rows: Sequence[Row]) -> dict[str, str]:
-    """The tables of the page, by their first heads: seconds at equal peaks, bytes, and seconds of first steps."""
+    """Tables in Markdown, by their first heads: seconds at equal peaks, bytes, and seconds of first steps."""
     runs = latest(rows)
 
     def table(title: str, columns: dict[str, tuple[str, str]]) -> Table:
@@ -63,6 +62,20 @@ def tables(rows: Sequence[Row]) -> dict[str, str]:
     first = {f"{by}, {start}": (way, f"{{{start}:.1f}} s") for by, way in starts.items() for start in ("cold", "warm")}
     found = {"time of a step": at_peaks, "bytes": kept, "first step": first}
     return {title: table(title, columns).markdown() for title, columns in found.items()}
+
+
+def markdown(rows: Sequence[Row]) -> str:
+    """All tables, with a line that says where the rows are from."""
+    return document(
+        "Fused kernels, within the bytes",
+        f"Made by `python -m benchmarks.kernels` at {where_from(rows)}, one thread. Each way trains in its own "
+        "process, and steps take turns; seconds are beside those of plain PyTorch. Beside torch.compile without a "
+        "budget, and with an activation memory budget of 0.1, ours with each `kernels=` keep within its measured peak. "
+        "Bytes: of steps that keep everything, parameters and batch included, and smallest budgets, with their ratio "
+        "to that of eager. First steps: with nothing on disk, and a second time; ours keep everything.",
+        *tables(rows).values(),
+        "![A Llama in bfloat16: time of a step against its peak](kernels.png)",
+    )
 
 
 def draw(rows_file: Path) -> None:

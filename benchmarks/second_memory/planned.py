@@ -1,7 +1,7 @@
 """Worth of a second memory: plans that recompute, that send, and that do both, with those of others beside them.
 
     python -m benchmarks.second_memory [NETWORK ...] [--share 0.4 0.3] [--method NAME ...] [--time-limit SECONDS]
-    python -m benchmarks.second_memory --report     # from the rows: results/second_memory.md, docs/comparison.md
+    python -m benchmarks.second_memory --report     # from the rows: results/second_memory.md
 
 A network is a graph of `benchmarks/problems`, whose costs are estimates for an H100; the second memory is that of the
 host, over PCIe 5 at 55 GB/s each way. Budgets are shares of the peak of keeping everything; those below what one op
@@ -17,18 +17,15 @@ from collections.abc import Iterator, Sequence
 from benchmarks.common.own_seconds import count_own_seconds
 from benchmarks.common.rows import Row, cell, latest
 from benchmarks.common.runner import Benchmark, document, where_from
-from benchmarks.solve.comparison import FILES, HERE, figures, load
-from checkmate.core.answer import Table
+from benchmarks.solve.comparison import FILES, figures, load
 from checkmate.core.host import Host
 from checkmate.core.timing import timing
 from checkmate.solvers.solve import solve
 
-PAGE = HERE.parent / "docs" / "comparison.md"
 BUDGETS = (0.4, 0.3)
 PCIE_5 = Host(256 * 10**9, send=55e9, fetch=55e9)
 ALONE = "recomputation"
 METHODS = (ALONE, "auto", "offload-all", "capuchin", "poet")
-HEAD = "with a second memory"  # of the table on the page
 STEP = "{cost_ratio:.3f}|{status}"
 
 
@@ -70,19 +67,6 @@ def markdown(rows: Sequence[Row]) -> str:
     )
 
 
-def tables(rows: Sequence[Row]) -> dict[str, str]:
-    """The table of `docs/comparison.md`, by its first head: the step of each way, to one that keeps everything."""
-    found = {(row["network"], row["share"], row["method"]): row for row in in_order(rows)}
-    cases = list(dict.fromkeys((row["network"], row["share"]) for row in in_order(rows)))
-    lines = []
-    for network, share in cases:
-        of = {method: found.get((network, share, method), {}) for method in METHODS}
-        steps = [cell(row, STEP) for row in of.values()]
-        lines.append([network, f"{share:.0%}", *steps, cell(of["auto"], "{gap:.1%}")])
-    heads = (HEAD, "budget", ALONE, "**checkmate**", *METHODS[2:], "gap of ours")
-    return {HEAD: Table(heads, lines, heads[1:]).markdown()}
-
-
 BENCHMARK = Benchmark(
     __doc__,
     "second_memory.jsonl",
@@ -107,5 +91,4 @@ BENCHMARK = Benchmark(
     },
     packages=("numpy", "scipy", "highspy"),
     page=markdown,
-    docs=(PAGE, tables),
 )

@@ -1,7 +1,7 @@
 """A sharded step planned as one: Llama-3 8B on one of 64 GPUs, beside what trainers choose by switches.
 
     python -m benchmarks.sharded ["auto"] [POLICY ...] [--link NVLink] [--budget 24 32] [--time-limit 60]
-    python -m benchmarks.sharded --report     # from the rows: results/sharded.md, docs/comparison.md
+    python -m benchmarks.sharded --report     # from the rows: results/sharded.md
 
 The step is of `benchmarks/sharded/graph.py`: forward, loss and backward; the policies are those of
 `benchmarks/sharded/policies.py`. A link carries all collectives beside the processor's ops: NVLink, which joins all
@@ -20,27 +20,23 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from benchmarks.common.own_seconds import count_own_seconds
-from benchmarks.common.rows import Row, cell, latest
+from benchmarks.common.rows import Row, latest
 from benchmarks.common.runner import Benchmark, document, where_from
 from benchmarks.sharded import graph
 from benchmarks.sharded.policies import POLICIES, runs_of
-from benchmarks.solve.comparison import HERE, ONE_THREAD, figures
+from benchmarks.solve.comparison import ONE_THREAD, figures
 from checkmate.core import simulator
-from checkmate.core.answer import Table
 from checkmate.core.graph import Graph
 from checkmate.core.problem import Problem, Profile
 from checkmate.core.timing import timing
 from checkmate.solvers.common.schedules import lowered
 from checkmate.solvers.search.overlap import place_starts
 from checkmate.solvers.solve import solve
-from checkmate.units import format_bytes
 
-PAGE = HERE.parent / "docs" / "comparison.md"
 AUTO = "auto"
 GB = 10**9
 BUDGETS = (24.0, 32.0, 40.0, 48.0, 80.0)  # GB
 RANKS = "ranks"
-WITHIN = "within"  # the first head of the table on the page
 STEP = "{cost_ratio:beyond}|{status}"
 
 
@@ -107,24 +103,6 @@ def markdown(rows: Sequence[Row]) -> str:
     )
 
 
-def tables(rows: Sequence[Row]) -> dict[str, str]:
-    """The table of `docs/comparison.md`: for each budget and link the fastest policy that fits, and ours."""
-    rows = in_order(rows)
-    ours = {(row["link"], row["budget"]): row for row in rows if row["method"] == AUTO}
-    heads = [WITHIN]
-    for link in graph.LINKS:
-        heads += [f"{link}, fastest choice", "**checkmate**", "gap of ours"]
-    lines = []
-    for budget in dict.fromkeys(budget for _, budget in ours):
-        line = [format_bytes(budget)]
-        for link in graph.LINKS:
-            fit = [row for row in rows if row["method"] != AUTO and row["link"] == link and row["peak"] <= budget]
-            fastest = min(fit, key=lambda row: row["cost_ratio"], default={"status": "none fits"})
-            line += [cell(fastest, STEP), cell(ours[link, budget], STEP), cell(ours[link, budget], "{gap:.2%}|–")]
-        lines.append(line)
-    return {WITHIN: Table(heads, lines, heads).markdown()}
-
-
 BENCHMARK = Benchmark(
     __doc__,
     "sharded.jsonl",
@@ -149,5 +127,4 @@ BENCHMARK = Benchmark(
     packages=("numpy", "scipy", "highspy"),
     environment=ONE_THREAD,
     page=markdown,
-    docs=(PAGE, tables),
 )

@@ -18,11 +18,10 @@ import pytest
 from docutils import nodes
 
 import checkmate
-from benchmarks.common.rows import latest, read
+from benchmarks import pages
 from benchmarks.solve import picture
-from benchmarks.start.seconds import LOOP
 from checkmate.backends.planner import CompileOptions, Options
-from checkmate.units import format_bytes, parse_bytes
+from checkmate.units import parse_bytes
 from tests.project.test_layers import SOURCES
 from tests.support.processes import own_cache, run_fresh_python, run_python
 from tests.support.sampling import long, slow
@@ -31,11 +30,6 @@ ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 README, CONTRIBUTING = ((ROOT / f"{name}.md").read_text() for name in ("README", "CONTRIBUTING"))
 PAGES = {page.stem: page.read_text() for page in sorted(DOCS.glob("*.md"))}
-FIGURES = PAGES["figures"]
-
-
-def _rows(name: str) -> list[dict[str, Any]]:
-    return read(ROOT / "benchmarks" / "results" / f"{name}.jsonl")
 
 
 def _blocks(page: str, kinds: str) -> list[str]:
@@ -58,33 +52,12 @@ def test_the_example_of_the_largest_batch_runs() -> None:
 
 
 def test_the_commands_of_the_pages_are_ones_that_it_knows(shell: Any) -> None:
-    lines = _lines(r"^checkmate ([^#\n]*)", PAGES["another_machine"]) + _lines(r"`checkmate (.*? .*?)`", README)
+    lines = _lines(r"^checkmate ([^#\n]*)", PAGES["fit"]) + _lines(r"`checkmate (.*? .*?)`", README)
     assert len(lines) >= 10
     for line in lines:
         command, *words = line.split()
         shown, _ = shell(f"{command} --help")
         assert all(word in shown for word in words if word.startswith("--"))
-
-
-def test_figures_of_a_model_that_is_larger_than_its_memory() -> None:
-    row = _rows("in_file")[-1]
-    assert row["same_bits"]
-    assert row["planned_peak"] <= row["budget_bytes"] < row["limit_bytes"] < row["homes_bytes"]
-    for name in ("homes_bytes", "limit_bytes", "budget_bytes", "peak", "first_peak"):
-        assert format_bytes(row[name]) in FIGURES
-    assert f"A step takes {row['seconds']:.1f} s, and one of plain" in FIGURES
-    assert f"in memory {row['plain_seconds']:.1f} s" in FIGURES.replace("\n", " ")
-
-
-def test_figures_of_a_model_in_the_ram_of_a_small_gpu() -> None:
-    for row in latest(_rows("fits"), "call", "device"):
-        if row["device"] == "rtx4090":
-            batch, tokens = map(int, row["call"].split("x"))
-            there, seconds = row["host_bytes"] / 1e9, row["seconds"] - row["trace_seconds"]
-            said = f"{there:.1f} GB | {row['speed']:.2f} | {row['speed_bound']:.2f} | {seconds:.0f} |"
-            assert f"| {batch} x {tokens:,} | {said}" in PAGES["fit"]
-        else:
-            assert row["way"] == "recomputation"
 
 
 def test_the_files_of_the_main_path_say_that_they_are() -> None:
@@ -105,128 +78,26 @@ def test_what_contributing_names_is_there_and_every_room_has_its_line() -> None:
     assert {*re.findall(r"`make (\w+)", README + CONTRIBUTING)} <= targets
 
 
-def test_the_readme_is_short() -> None:
-    assert len(README.splitlines()) <= 120
-
-
-def test_the_figures_of_the_largest_batch_come_from_the_committed_rows() -> None:
-    sizes = {(row["network"], row["size"], row["keep_all"]) for row in _rows("largest_batch")}
-    shown = re.findall(r"(VGG-19|ResNet-50|MobileNetV2|U-Net|FCN-8|SegNet)(?: takes)? (\d+)\D+?(\d+)", FIGURES)
-    assert len(shown) == 6
-    assert {(name.replace("-", "").lower(), int(size), int(kept)) for name, size, kept in shown} <= sizes
-
-
-def test_the_figures_of_losses_in_parts_come_from_the_committed_rows() -> None:
-    ways, rows = _rows("loss"), _rows("gpu_graphs")
-    written = {
-        f"| {row['network']} | {row['keep_all'] / 1e9:.2f} GB | {row['least'] / 1e9:.2f} GB "
-        f"| {row['least_in_parts'] / 1e9:.2f} GB | {1 - row['least_in_parts'] / row['least']:.1%} |"
-        for row in rows
-        if row["kind"] == "float32"
-    }
-    assert all(row["same_bits"] for row in ways if row["way"].startswith("checkmate"))
-    for row in ways:
-        numbers = "same bits" if row["same_bits"] else f"differ by {row['difference']:.0e}"
-        written.add(f"| {row['way']} | {row['peak'] / 1e6:.1f} MB | {row['ratio']:.2f} | {numbers} |")
-    shown = _lines(r"^\| .* \|$", PAGES["loss"])
-    figures = [line for line in shown if re.search(r"\d", line) and not re.match(r"\| (\d+|terms) \|", line)]
-    assert len(figures) >= 8
-    assert {*figures} <= written
-
-
-def test_the_figures_of_what_no_longer_runs_in_parts_come_from_the_committed_rows() -> None:
-    before = {(row["network"], row["numerics"]): row for row in _rows("splits")}
-    for name in {name for name, _ in before}:
-        exact, rounding = before[name, "exact"], before.get((name, "rounding"))
-        unit, kind = (1e6, ".1f} MB") if exact["measured"] else (1e9, ".2f} GB")
-        shown = [exact["before"], exact["after"], None if rounding is None else rounding["after"]]
-        cells = ["" if n is None else f"{{:{kind}".format(n / unit) for n in shown]
-        assert f"| {name} | {' | '.join(cells)} |".replace("|  |", "| |") in FIGURES
-
-
-def test_the_figures_of_orders_of_sums_come_from_the_committed_rows() -> None:
-    orders = [row for row in _rows("orders") if row["case"] == "orders"]
-    shares = {(row["capability"], row["terms"], row["dtype"]): f"{100 * row['cancelling']:.1f}" for row in orders}
-    kinds = [(on, kind) for on in ("AVX512", "AVX2") for kind in ("float32", "float64", "bfloat16", "float16")]
-    for terms in {row["terms"] for row in orders}:
-        assert f"| {terms} | {' | '.join(shares[on, terms, kind] for on, kind in kinds)} |" in PAGES["loss"]
-
-
-def test_the_figures_and_the_picture_of_planning_come_from_the_committed_rows() -> None:
-    rows = [row for row in _rows("solve") if row["method"] == "auto" and row.get("cost_ratio")]
-    written = {
-        f"| {row['graph']} | {row['ops']} | {row['share']:.0%} | {row['cost_ratio'] - 1:.1%} | {row['gap']:.2%} "
-        f"| {row['first_plan_seconds']:.1f} s | {row['seconds']:.1f} s |"
-        for row in rows
-    }
-    shown = _lines(r"^\| \w[\w-]* \| \d+ \| \d+% \| .* s \|$", FIGURES)
-    assert len(shown) >= 8
-    assert {*shown} <= written
-    drawn = [row for row in _rows("gpu_graphs") if (row["network"], row["kind"]) == (picture.NETWORK, "float32")][-1]
-    assert f"for {drawn['overhead_at_half']:.1%} more time" in README
-    assert f"({picture.PATH.relative_to(ROOT)})" in README
+def test_figures_on_pages_are_those_of_the_committed_rows() -> None:
+    """Run ``python -m benchmarks.pages`` where a page is told here."""
+    known = pages.figures()
+    assert [page.name for page in pages.PAGES if pages.filled(page.read_text(), known) != page.read_text()] == []
+    assert {*pages.names_on(pages.PAGES)} == known.keys()
     assert picture.PATH.read_bytes().startswith(b"\x89PNG")
 
 
-def test_the_figures_of_the_stages_come_from_the_committed_table() -> None:
-    said = PAGES["idea"].partition("**What each stage is worth**")[2].partition("**The gap**")[0]
-    table = (ROOT / "benchmarks/results/stages.md").read_text()
-    shown, written = (re.findall(r"\d+\.\d+", text) for text in (said, table))
-    assert len(shown) >= 8
-    assert {*shown} <= {*written}
+def test_a_figure_is_filled_in_where_it_stands() -> None:
+    known = {"one": "1 s", "all": "| a |\n|---|"}
+    text = "It takes <!--one-->9 s<!---->.\n\n<!--all-->\n\n<!---->\n"
+    told = "It takes <!--one-->1 s<!---->.\n\n<!--all-->\n\n| a |\n|---|\n\n<!---->\n"
+    assert pages.filled(text, known) == pages.filled(told, known) == told
+    for wrong, says in (("of <!--two-->9<!---->", "no figure 'two'"), ("of\n<!--one-->9<!---->", "begins a line")):
+        with pytest.raises(ValueError, match=says):
+            pages.filled(wrong, known)
 
 
-def test_the_figures_of_first_steps_come_from_the_committed_rows() -> None:
-    rows = (row for row in _rows("start") if not row.get("times"))
-    first = {(r["model"], r["by"], r["start"]): r for r in latest(rows, "model", "by", "start", "own_seconds", "batch")}
-    shown = _lines(r"^\| ([\w-]+) \| (\d.* s) \|$", FIGURES.partition("Near the smallest budget")[0])
-    assert len(shown) == 4
-    for name, figures in shown:
-        ours, later = (first[name, "checkmate", start] for start in ("cold", "warm"))
-        theirs = first[name, "aot_eager", "cold"]
-        seconds = [ours[f"{part}_seconds"] for part in ("step", "measure", "plan")]
-        assert figures == " | ".join(f"{s:.1f} s" for s in (*seconds, later["step_seconds"], theirs["step_seconds"]))
-
-
-def test_the_figures_of_a_long_loop_come_from_the_committed_rows() -> None:
-    rows = {(row["by"], row["start"]): row for row in _rows("start") if row["model"] == LOOP}
-    ours, theirs, later = rows["checkmate", "cold"], rows["aot_eager", "cold"], rows["checkmate", "warm"]
-    capture = [ours[f"{part}_seconds"] for part in ("dynamo", "aot")]
-    thousand = sum(capture) / ours["ops"] * 1000
-    seconds = (ours["step_seconds"], *capture, theirs["step_seconds"], later["step_seconds"])
-    shown = " | ".join([f"{ours['ops']:,}", *(f"{s:.1f} s" for s in seconds), f"{thousand:.1f} s"])
-    assert f"| {LOOP} | {shown} |" in FIGURES
-    assert f"{thousand:.1f} s for each thousand ops" in PAGES["supported"]
-
-
-def test_the_figures_of_planning_near_the_smallest_budget_come_from_the_committed_rows() -> None:
-    rows = latest((row for row in _rows("start") if row.get("times")), "model", "times")
-    found = {(row["model"], row["times"]): row for row in rows}
-    times = sorted({times for _, times in found})
-    assert f"| network | ops | {' | '.join(f'{n:g} x' for n in times)} |" in FIGURES
-    names = {name for name, _ in found}
-    assert len(names) == 8
-    for name in names:
-        assert all(found[name, n]["peak"] <= found[name, n]["budget"] for n in times)
-        seconds = " | ".join(f"{found[name, n]['plan_seconds']:.1f} s" for n in times)
-        assert f"| {name} | {found[name, times[-1]]['ops']} | {seconds} |" in FIGURES
-
-
-def test_the_figures_of_steps_on_a_gpu_come_from_the_committed_rows() -> None:
-    found = {(row["network"], row["kind"]): row for row in latest(_rows("gpu_graphs"), "network", "kind")}
-
-    def cells(row: dict[str, Any]) -> str:
-        if "refused" in row:
-            return "refused |  | "
-        of_text = row["network"].startswith(("bert", "gpt2", "t5"))  # other rows are of when more ran in parts
-        least = row["least_in_parts"] if of_text else row["least"]
-        sizes = f"{row['keep_all'] / 1e9:.2f} GB | {least / 1e9:.2f} GB{'*' if least < row['least'] else ''}"
-        return f"{sizes} | {1e3 * row['seconds']:.1f} ms"
-
-    names = dict.fromkeys(name for name, _ in found)
-    assert len(names) == 11
-    for name in names:
-        assert f"| {name} | {cells(found[name, 'float32'])} | {cells(found[name, 'bfloat16'])} |" in FIGURES
+def test_the_readme_is_short() -> None:
+    assert len(README.splitlines()) <= 120
 
 
 def test_the_picture_speaks_to_who_sees_it_first() -> None:
@@ -333,7 +204,7 @@ def test_the_pages_can_be_made_and_all_their_links_lead_somewhere(tmp_path: Path
     page = (tmp_path / "api.html").read_text()
     assert 'id="checkmate.compile"' in page
     assert "checkmate.explain_peak" in page
-    assert "plan.html" in (tmp_path / "report.html").read_text()
+    assert "plan.html" in (tmp_path / "look.html").read_text()
     assert "uPlot" in (tmp_path / "_static" / "plan.html").read_text()
     for notebook in (ROOT / "notebooks").glob("*.ipynb"):
         rendered = (tmp_path / "made" / "notebooks" / f"{notebook.stem}.html").read_text()

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.common.rows import read, renewed
+from benchmarks.common.rows import read
 from benchmarks.homes import measured as beside
-from benchmarks.homes.measured import LAYERS, PAGE, sums, tables, there, with_shares
+from benchmarks.homes.measured import LAYERS, there, with_shares
 from benchmarks.homes.planned import large_values, traced
 from benchmarks.homes.theirs import Measured, layer_of, layers_of, measured, of_layers, plan_of, sets_of
 from checkmate.core.problem import Problem
@@ -69,15 +69,11 @@ def test_plans_are_made_beside_the_measured_rows(tmp_path: Path) -> None:
     assert "| h100 | 16384 | 75 | 24 |" in out.with_suffix(".md").read_text()
 
 
-def test_plans_are_never_slower_than_the_choice_of_others_and_the_page_says_by_how_much() -> None:
-    committed = read(beside.BENCHMARK.path)
-    rows = with_shares(committed)
+def test_plans_are_never_slower_than_the_choice_of_others() -> None:
+    rows = with_shares(read(beside.BENCHMARK.path))
     assert {(row["device"], row["length"]) for row in rows} >= {*product(("h100", "a100"), (1024, 4096, 16384))}
     for row in rows:
         assert row["peak"] <= row["gib"] * 2**30, row
         assert row["bound"] <= row["cost"] <= row["their_cost"], row
         assert row["they_fit"], row
         assert row.get("share", 1) >= row.get("measured_share", 0) or row["their_share"] > 0.999, row
-    page = PAGE.read_text()
-    assert renewed(PAGE, tables(committed)) == page
-    assert sums(committed) in " ".join(page.split())

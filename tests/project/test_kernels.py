@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from benchmarks.common.rows import append, read, renewed
+from benchmarks.common.rows import append
 from benchmarks.kernels import report
-from benchmarks.kernels.comparison import BENCHMARK, rows_of
+from benchmarks.kernels.comparison import rows_of
 from benchmarks.peers.subjects import Network
 
 
@@ -56,15 +56,6 @@ def test_ways_train_in_processes_of_their_own(tmp_path: Path) -> None:
     append(out, *({"date": "d", **row, "model": report.DRAWN} for row in rows.values()))
     report.draw(out)
     assert out.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_the_page_and_the_picture_are_of_the_committed_rows() -> None:
-    rows = read(BENCHMARK.path)
-    assert renewed(report.PAGE, report.tables(rows)) == report.PAGE.read_text()
-    path = BENCHMARK.path.with_suffix(".png")
-    assert path.read_bytes().startswith(b"\x89PNG")
-    readme = report.PAGE.parents[1] / "README.md"
-    assert all(f"/{path.name})" in page.read_text() for page in (report.PAGE, readme))
 
 
 def test_a_table_has_the_last_run_of_each_network() -> None:

@@ -234,12 +234,8 @@ def test_a_recurrent_network_in_segments_is_the_same_in_one() -> None:
     assert_same_bits(model(tokens), model.head(torch.stack(expected, dim=1)))
 
 
-def test_the_readme_and_the_pages_say_what_the_rows_say() -> None:
+def test_the_committed_document_is_of_the_committed_rows() -> None:
     path = peers.BENCHMARK.path
     runs = peers_report.runs_of(path)
-    readme, page = ((path.parents[2] / name).read_text() for name in ("README.md", "docs/comparison.md"))
-    shown = {name for name, rows in runs.items() if peers_report.short(rows) in page}
-    assert shown == {"gpt2", "mobilenetv2"}
-    assert peers_report.short(runs["gpt2"]) in readme
     assert path.with_suffix(".md").read_text() == peers_report.page(runs, path.stem)
     assert all((path.with_suffix("") / f"{model}.png").exists() for model in runs)

@@ -1,4 +1,4 @@
-"""Benchmarks beside the main ones: their rows and tables, what committed rows promise, and what pages say of them.
+"""Benchmarks beside the main ones: their rows and tables, and what committed rows promise.
 
 Ops that run a graph or a kernel, a second memory, budgets close to the smallest, ways to run ops, whole training steps,
 and estimates.
@@ -16,9 +16,11 @@ import pytest
 import torch
 
 from benchmarks import higher_order, tight, ways, whole_steps
-from benchmarks.common.rows import Row, latest, read, renewed
+from benchmarks.common.rows import Row, latest, read
 from benchmarks.estimates import comparison as estimates
 from benchmarks.estimates.steps import KEPT_BACK, STEPS
+from benchmarks.homes import measured as homes
+from benchmarks.kernels import comparison as kernels
 from benchmarks.second_memory import measured, planned
 from benchmarks.solve import stages
 from benchmarks.solve.comparison import FILES, HERE, load
@@ -28,9 +30,7 @@ from checkmate.profiling import roofline
 from checkmate.solvers.common.incumbent import TOLERANCE
 from tests.support.processes import run_fresh_python
 
-DOCS = HERE.parent / "docs"
-FIGURES, SUPPORTED = ((DOCS / f"{name}.md").read_text() for name in ("figures", "supported"))
-SAID, SAID_OF_SUPPORT = (" ".join(page.split()) for page in (FIGURES, SUPPORTED))
+SUPPORTED = (HERE.parent / "docs" / "supported.md").read_text()
 TRANSFORMERS = ("bert-base", "gpt2-12", "gpt2-48", "t5-base", "vit-b16")
 OURS = "checkmate.training_step, "
 
@@ -41,11 +41,14 @@ def _rows(module: Any, *keys: str) -> dict[Any, Row]:
 
 
 @pytest.mark.parametrize(
-    "module", [planned, measured, stages, tight, ways, whole_steps, estimates], ids=lambda module: module.__name__
+    "module",
+    [planned, measured, stages, tight, ways, whole_steps, estimates, kernels, homes],
+    ids=lambda module: module.__name__,
 )
 def test_a_committed_document_is_of_the_committed_rows(module: Any) -> None:
     path = module.BENCHMARK.path
-    assert path.with_suffix(".md").read_text() == module.markdown(read(path))
+    assert module.BENCHMARK.page is not None
+    assert path.with_suffix(".md").read_text() == module.BENCHMARK.page(read(path))
 
 
 # ---------------------------------------------------------------- ops that run a graph or a kernel
@@ -62,7 +65,7 @@ def test_the_benchmark_of_ops_that_run_a_graph_plans_both_forms(tmp_path: Path) 
     assert now["bound"] <= now["smallest"] <= before["smallest"] <= before["keep_all"] == now["keep_all"]
 
 
-def test_ops_that_run_a_graph_save_memory_and_the_page_says_how_much() -> None:
+def test_ops_that_run_a_graph_save_memory_and_the_page_names_each() -> None:
     rows = _rows(higher_order, "network", "form")
     assert rows.keys() == {(name, form) for name in higher_order.NETWORKS for form in higher_order.FORMS}
     for name in higher_order.NETWORKS:
@@ -71,17 +74,6 @@ def test_ops_that_run_a_graph_save_memory_and_the_page_says_how_much() -> None:
         assert now["bound"] <= now["smallest"] < before["bound"] <= before["smallest"] <= before["keep_all"]
         costs = [1 + row["overhead"] for row in (now, before)]
         assert costs[0] * (1 - now["gap"]) <= costs[1] * (1 + TOLERANCE)
-    flex, triton, both = ([rows[name, form] for form in higher_order.FORMS] for name in higher_order.NETWORKS)
-    (was, smallest), (cost, costs) = ([row[key] for row in both] for key in ("smallest", "overhead"))
-    one, other = (rows_of[0]["smallest"] / 1e9 for rows_of in (flex, triton))
-    for said in (
-        f"smallest budget is {smallest / 1e9:.2f} GB, and it was {was / 1e9:.2f} GB when these ops ran once",
-        f"the step takes {costs:.1%} longer, and it was {cost:.1%}.",
-        f"falls from {one:.2f} GB (`flex_attention`) and {other:.2f} GB (norms) to the same",
-        f"batch of {both[0]['batch']} x {both[0]['length']} words",
-    ):
-        assert said in SAID_OF_SUPPORT
-    assert len({f"{rows_of[1]['smallest'] / 1e9:.2f}" for rows_of in (flex, triton, both)}) == 1
     called = {"map_impl": "`map`", "flex_attention_backward": "`flex_attention` and its backward"}
     assert [name for name in AGAIN if called.get(name, f"`{name}`") not in SUPPORTED] == []
 
@@ -105,21 +97,6 @@ def test_with_a_second_memory_ours_is_never_slower_than_recomputation_alone_or_t
             assert ours["gap"] <= 0.02, (network, share)
             half = 1 + 0.5 * ((row["cost_ratio"] or float("inf")) - 1)
             assert ours["cost_ratio"] <= half or ours["bound_ratio"] > half, (network, share)
-
-
-def test_the_pages_say_what_the_rows_of_a_second_memory_say() -> None:
-    committed = read(planned.BENCHMARK.path)
-    assert renewed(planned.PAGE, planned.tables(committed)) == planned.PAGE.read_text()
-    rows = {(row["network"], row["method"]): row for row in planned.in_order(committed) if row["share"] == 0.3}
-    assert rows["gpt2-12", planned.ALONE]["status"] == "infeasible"
-    cases = (("gpt2-48", planned.ALONE), ("gpt2-48", "auto"), ("gpt2-12", "auto"))
-    large, with_it, small = (f"{rows[case]['cost_ratio'] - 1:.1%}" for case in cases)
-    assert f"of 48 layers takes {large} longer by recomputation alone and {with_it} with it" in SAID
-    assert f"one of 12 layers, which no recomputation fits there, {small}" in SAID
-    of_gpt2 = _rows(measured, "network", "way")
-    alone, *files = (of_gpt2["gpt2", way] for way in (measured.ALONE, *measured.WHERE))
-    assert f"{alone['time_ratio']:.2f} times a plain step by recomputation alone" in SAID
-    assert " and ".join(f"{row['time_ratio']:.2f}" for row in files) + " with a file" in SAID
 
 
 def test_measured_steps_keep_their_promises() -> None:
@@ -192,18 +169,7 @@ def test_the_rows_of_close_budgets_contradict_one_another_nowhere() -> None:
             assert all(other["bound_ratio"] <= row["cost_ratio"] * (1 + TOLERANCE) for other in same)
 
 
-def test_the_page_says_how_wide_the_gaps_are() -> None:
-    rows = tight.in_order(read(tight.BENCHMARK.path))
-    gaps = {row["network"]: row["gap"] for row in rows if row["times"] == 1.1}  # of several limits the longest is last
-    close = [name for name, gap in gaps.items() if gap < 0.004]
-    wide = sorted((gap, name) for name, gap in gaps.items() if name not in close)
-    assert (len(close), len(gaps)) == (7, 11)
-    assert [name for _, name in wide] == ["unet", "resnet50", "densenet121", "vit-b16"]
-    assert "seven of eleven graphs are within 0.4% of the best plan after a minute" in SAID
-    assert f"are {wide[0][0]:.0%}"[:-1] + f" to {wide[-1][0]:.0%} there" in SAID
-
-
-# ---------------------------------------------------------------- ways to run ops, whole steps
+# ---------------------------------------------------------------- ways to run ops
 
 
 def test_a_row_of_ways_has_the_smallest_budget() -> None:
@@ -212,33 +178,14 @@ def test_a_row_of_ways_has_the_smallest_budget() -> None:
     assert (row["ops"], row["ways"], row["keep_all_peak"], row["smallest"]) == (5, 2, 12, 8)
 
 
-def test_ways_lower_the_smallest_budgets_as_the_page_says() -> None:
+def test_ways_raise_no_smallest_budget() -> None:
     for row in read(ways.BENCHMARK.path):
         assert row["smallest_bound"] <= row["smallest"] <= row["keep_all_peak"]
         assert row["smallest_in_parts"] <= row["smallest"]
     known = _rows(ways, "network", "form")
     assert known.keys() >= {(name, form) for name in FILES for form in ways.FORMS}
-    least = {key: row["smallest"] for key, row in known.items()}
-    for name in FILES:
-        assert known[name, "ways"]["keep_all_peak"] <= known[name, "file"]["keep_all_peak"]
-        assert least[name, "ways"] <= least[name, "file"]
-    lower = {name: 1 - least[name, "ways"] / least[name, "file"] for name in FILES}
-    images = [lower[name] for name in ("vgg16", "unet", "resnet18", "mobilenetv2", "resnet50", "densenet121")]
-    assert f"that of convolutional networks by {100 * min(images):.0f} to {100 * max(images):.0f} %" in SAID
-    for text, name in (("GPT-2 of 12 layers falls", "gpt2-12"), ("BERT", "bert-base")):
-        assert f"{text} from {least[name, 'file'] / 1e9:.2f} to {least[name, 'ways'] / 1e9:.2f} GB" in SAID
-
-
-def test_the_figures_of_whole_steps_come_from_the_committed_rows() -> None:
-    rows = _rows(whole_steps, "model", "way")
-    for name in whole_steps.SIZES:
-        least, apart, hooks = (
-            f"{rows[name, way]['peak'] / 1e6:.1f} MB"
-            for way in (f"{OURS}smallest", "checkmate.compile, smallest", "hooks + checkpoint, each block")
-        )
-        ratio = f"{rows[name, f'{OURS}keep all']['time_ratio']:.2f}"
-        title = {"gpt2": "gpt2, 4 layers"}.get(name, name)
-        assert f"| {title} | {least} | {apart} | {hooks} | {ratio} |" in FIGURES
+    for name, key in product(FILES, ("keep_all_peak", "smallest")):
+        assert known[name, "ways"][key] <= known[name, "file"][key], name
 
 
 # ---------------------------------------------------------------- estimates

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks.common.rows import read, renewed
+from benchmarks.common.rows import read
 from benchmarks.sharded import graph, planned
 from benchmarks.sharded.policies import POLICIES, runs_of
 from checkmate.core.problem import Problem
@@ -149,9 +149,8 @@ def test_the_graph_is_what_its_source_says() -> None:
     assert problem.graph.ops[of_layers[-1]].outputs == (between[-1],)
 
 
-def test_the_committed_documents_are_of_the_committed_rows() -> None:
+def test_the_committed_document_is_of_the_committed_rows() -> None:
     assert planned.BENCHMARK.path.with_suffix(".md").read_text() == planned.markdown(ROWS)
-    assert renewed(planned.PAGE, planned.tables(ROWS)) == planned.PAGE.read_text()
 
 
 def test_rows_of_policies_are_what_they_are_now() -> None:
