@@ -38,8 +38,7 @@ class _Gated(nn.Module):
     def forward(self, tokens: Tensor, scale: float = 1.0) -> Tensor:
         h = self.embed(tokens)
         for _ in range(self.layers):
-            f = h * torch.rsqrt(h.square().mean(-1, keepdim=True) + 1e-6)
-            h = h + self.drop(self.down(F.relu(self.gate(f)) * self.up(f))) * scale
+            h = h + self.drop(self.down(F.relu(self.gate(h)) * self.up(h))) * scale
         return F.cross_entropy(self.last(h).flatten(0, 1), tokens.flatten())
 
 
