@@ -66,11 +66,6 @@ def _write_half(h: Tensor) -> Tensor:
     return h
 
 
-def _pad(h: Tensor) -> Tensor:
-    n = h.shape[1]
-    return F.pad(h, (0, 0, 0, -n % 8)).unflatten(1, (-1, 8)).sum(2).repeat_interleave(8, 1)[:, :n]
-
-
 # What is between, and for how many captures the lengths are.
 BETWEEN = {
     "nothing": (lambda h: h, 2),
@@ -383,21 +378,6 @@ def test_a_kind_of_step_without_open_sizes_says_why(
             assert_same_bits(left_by(step, net, x), left_by(loss, net, x))
     assert len(_captures(step)) == 3
     assert why in caplog.text
-
-
-def test_numbers_and_lengths_that_change_together() -> None:
-    torch.manual_seed(0)
-    net = _Net(lambda h: h)
-    twin = copy.deepcopy(net)
-    scale = [1.0]
-
-    def plain(*batch: Tensor) -> Tensor:
-        return net(*batch) * scale[0]
-
-    step = checkmate.compile(lambda *batch: twin(*batch) * scale[0], budget="10 MB")
-    for length, number in ((24, 1.0), (30, 1.0), (17, 1.0), (17, 0.5), (17, 0.25), (30, 0.125), (9, 2.0), (17, 1.0)):
-        scale[0] = number
-        assert_same_bits(left_by(step, twin, *_tokens(length)), left_by(plain, net, *_tokens(length)))
 
 
 def _least(step: Callable[..., Tensor], *batch: Tensor) -> int:

@@ -97,7 +97,7 @@ BEHIND = {
     "adaptive pooling": (2, lambda h: F.adaptive_avg_pool2d(h, 3) + F.adaptive_max_pool2d(h, 3)),
     "a part by floats": (1, _of_half),
 }
-IN_SHORT = ("U-Net", "ViT", "a part by floats")
+IN_SHORT = ("U-Net", "a part by floats")
 NETWORKS: dict[str, tuple[int, Callable[[], nn.Module]]] = {
     "U-Net": (2, _UNet),
     "ViT": (2, _ViT),

@@ -245,7 +245,7 @@ def budgets(problem: Problem) -> set[int]:
     return {least, least + 2, (least + most) // 2, most}
 
 
-@in_turn(seed=[*range(12), *map(long, range(12, 80))])
+@in_turn(seed=[seed if 0 < seed < 12 and seed != 4 else long(seed) for seed in range(80)])  # 0 and 4 are large
 def test_the_cheapest_of_all_plans_is_right_and_its_timeline_adds_up(seed: int) -> None:
     problem = random_problem_with_homes(seed)
     for budget in sorted(budgets(problem)):

@@ -13,7 +13,6 @@ import torch
 
 from checkmate.errors import CheckmateError, HostError
 from checkmate.host.store import BLOCK, Ending, Store, StoredValue, rounded
-from checkmate.solvers.addresses import Block, place_blocks
 
 
 class ByHand:
@@ -204,22 +203,3 @@ def test_any_order_finds_room_for_as_many_bytes_as_there_are() -> None:
             store.drop(key)
         sent(store, 400, store.capacity)
         assert mover.extents[-1] == (blocks(0, store.capacity // BLOCK) if capacity else ())
-
-
-def test_planned_addresses_would_need_more_bytes_than_the_values_take() -> None:
-    """Here they take four blocks at most, in the order of a step, and no addresses in fewer than five serve them."""
-    lives = [
-        *((0, 1, 2), (0, 3, 2), (1, 2, 2), (2, 4, 1), (2, 6, 1)),
-        *((3, 4, 1), (3, 6, 1), (4, 5, 2), (5, 7, 2), (6, 7, 2)),
-    ]
-    planned = place_blocks([Block(born, died, size * BLOCK) for born, died, size in lives])
-    assert planned.height == planned.bound == 5 * BLOCK  # proven
-    store = Store(ByHand(), 4 * BLOCK)
-    for now in range(8):
-        for key, (_, died, _) in enumerate(lives):
-            if died == now:
-                store.drop(key)
-        for key, (born, _, size) in enumerate(lives):
-            if born == now:
-                sent(store, key, size * BLOCK)
-    assert store.bytes_there == 0

@@ -299,15 +299,6 @@ def test_training_is_served_whole_from_the_second_step_on() -> None:
     assert counts(kept)[0].fallbacks == 0
 
 
-def test_what_the_machine_gives_is_told() -> None:
-    """Of the mapping and beside it; an arena is what a module gets without a choice."""
-    model = checkmate.compile(net(), budget="460 kB", time_limit=1)
-    for x, y in batches(3):
-        F.mse_loss(model(x), y).backward()
-    (told,) = model.memory().rows
-    assert told.arena / 2 < told.resident < told.arena + os.sysconf("SC_PAGESIZE")
-
-
 def test_a_first_step_returns_large_pieces_to_the_machine_as_they_are_freed() -> None:
     large = 48 << 20  # bytes; malloc would return a piece of these, too
     arena, resident = Arena(static_memory.place_soon, 4 * large), []
@@ -357,18 +348,6 @@ def test_a_module_with_a_name_of_ours_keeps_its_own() -> None:
     model = checkmate.compile(Remembers(), budget="1 MB", time_limit=1)
     model(torch.ones(2, 8)).sum().backward()
     assert_same_bits(model.memory, torch.ones(8))
-
-
-def test_by_the_name_that_torch_compile_knows(monkeypatch: pytest.MonkeyPatch, found_by_name: None) -> None:
-    made: list[Arena] = []
-    monkeypatch.setattr(static_memory, "Arena", lambda *args, **more: made.append(Arena(*args, **more)) or made[-1])
-    model, again = net(), net()
-    options = {"budget": "460 kB", "time_limit": 1, "memory": "arena"}
-    compiled = torch.compile(model, backend="checkmate", options=options, dynamic=False)
-    found = train(model, loss_of(compiled), batches(4))
-    assert [arena.counts.fallbacks for arena in made] == [0]
-    assert made[0].counts.steps == 4
-    assert_same_bits(found, train(again, loss_of(again), batches(4)))
 
 
 def test_another_thread_allocates_meanwhile_and_frees_later() -> None:

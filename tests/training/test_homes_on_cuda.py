@@ -23,7 +23,7 @@ from checkmate.updates.optimizers import Update
 from tests.support.bits import assert_same_bits
 from tests.support.sampling import long, slow
 from tests.support.whole_steps import plain_step, planned_step
-from tests.training.test_homes import OPTIMIZERS, WAYS, Net, X, Y, _optimizer
+from tests.training.test_second_memory import OPTIMIZERS, WAYS, Net, X, Y, _optimizer
 
 pytestmark = [pytest.mark.cuda, pytest.mark.usefixtures("one_thread")]
 

@@ -21,6 +21,7 @@ from checkmate.errors import InfeasibleBudget, Unsupported
 from tests.support.bits import assert_same_bits
 from tests.support.budgets import between
 from tests.support.sampling import long, slow
+from tests.support.stepping import assert_same, train
 from tests.support.whole_steps import X, Y, adamw, assert_as_plain, classifier, loss_of, planned_step, training
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -258,3 +259,46 @@ def test_infeasible_budget_names_the_smallest() -> None:
     assert_same_bits(model.state_dict(), before)
     assert not optimizer.state
     planned_step(loss_of(model), optimizer, budget=error.value.min_budget)(X, Y)
+
+
+OF_SHARED = torch.randn(8, 16, generator=torch.Generator().manual_seed(1)), torch.arange(8) % 4
+
+
+def shared() -> nn.Module:
+    """Two blocks of the same weights, which autocast converts once for both."""
+    torch.manual_seed(0)
+    block = nn.Linear(16, 16)
+    return nn.Sequential(block, nn.GELU(), block, nn.GELU(), nn.Linear(16, 4))
+
+
+def _smallest(step: Any) -> int:
+    return checkmate.min_budget(checkmate.trace(step, *OF_SHARED, profile="roofline:h100"), time_limit=1).peak
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("found_by_name")
+def test_compiled_steps_under_autocast() -> None:
+    def trained(compiled: Any) -> Any:
+        model = shared()
+        return train(model, compiled(loss_of(model, torch.bfloat16)), OF_SHARED)
+
+    expected = trained(lambda loss_fn: loss_fn)
+    options = {"budget": _smallest(loss_of(shared(), torch.bfloat16)), "time_limit": 1}
+    assert_same(trained(lambda loss_fn: checkmate.compile(loss_fn, **options)), expected)
+    by_name = {"backend": "checkmate", "options": options, "dynamic": False}
+    assert_same(trained(lambda loss_fn: torch.compile(loss_fn, **by_name)), expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("dtype", "options"),
+    [
+        (torch.bfloat16, {}),
+        long(torch.bfloat16, {"clip_norm": 0.1, "accumulate": 2}),
+        (torch.float16, {"clip_norm": 0.1, "scaler": lambda _: torch.amp.GradScaler("cpu", init_scale=2.0**8)}),
+    ],
+)
+def test_whole_steps_under_autocast(dtype: torch.dtype, options: dict[str, Any]) -> None:
+    planned: Any = training(shared, loss=lambda model: loss_of(model, dtype), batch=OF_SHARED, steps=4, **options)
+    step, _ = assert_as_plain(planned)
+    assert_as_plain(planned, budget=_smallest(step))

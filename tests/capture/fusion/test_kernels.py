@@ -23,6 +23,7 @@ from checkmate.memory import measure_peak
 from checkmate.profiling import trial
 from checkmate.verification import compare
 from tests.support.bits import assert_same_bits
+from tests.support.sampling import long
 from tests.support.stepping import left_by
 
 SHARES = (1.0, 0.6)
@@ -103,7 +104,7 @@ def test_groups_with_reductions_have_the_same_bits_at_every_budget(net: Net) -> 
 
 def test_fewer_ops_keep_less_and_move_fewer_bytes() -> None:
     with torch.device("meta"):
-        net, batch = Net(1024, 4), (torch.empty(8, 512, 1024), torch.empty(8, 512, dtype=torch.long))
+        net, batch = Net(1024), (torch.empty(8, 512, 1024), torch.empty(8, 512, dtype=torch.long))
     eager, same, fused = (
         checkmate.trace(net, *batch, profile="roofline:h100", kernels=kernels)
         for kernels in ("eager", "same-bits", "fused")
@@ -131,21 +132,42 @@ def test_groups_that_read_whole_numbers_have_the_bits_of_plain_pytorch(dtype: to
     assert _fused_ops(compiled.plans[0].problem)
 
 
-def test_a_whole_step_has_the_bits_of_plain_pytorch(net: Net) -> None:
-    batch = _batch()
+class Gate(nn.Module):
+    """Two products with pointwise ops between them and the sum: few kernels, which tests of this file share."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.Parameter(torch.randn(2, 128, 128))
+
+    def forward(self, x: Tensor) -> Tensor:
+        a, b = (x @ weight for weight in self.weights.unbind())
+        return torch.relu(a * b + a).sum()
+
+
+@pytest.fixture(scope="module")
+def gate() -> Gate:
+    torch.manual_seed(0)
+    return Gate()
+
+
+ROWS = torch.randn(128, 128, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, long(torch.optim.AdamW)])
+def test_a_whole_step_has_the_bits_of_plain_pytorch(kind: Any) -> None:
     states = []
     for planned in (False, True):
         torch.manual_seed(0)
-        net = Net()
-        optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+        net = Gate()
+        optimizer = kind(net.parameters(), lr=1e-2)
         step = checkmate.training_step(net, optimizer, budget="1 GB", kernels="same-bits", clip_norm=1.0)
         torch.manual_seed(1)
         for _ in range(3):
             if planned:
-                step(*batch)
+                step(ROWS)
             else:
                 optimizer.zero_grad()
-                net(*batch).backward()
+                net(ROWS).backward()
                 nn.utils.clip_grad_norm_(net.parameters(), 1.0)
                 optimizer.step()
         states.append([*net.parameters()])
@@ -153,8 +175,8 @@ def test_a_whole_step_has_the_bits_of_plain_pytorch(net: Net) -> None:
 
 
 @pytest.mark.parametrize("kernels", ["same-bits", "fused"])
-def test_verify_compares_with_the_step_that_has_these_bits(net: Net, kernels: Any) -> None:
-    found = checkmate.verify(net, *_batch(), budget="1 GB", kernels=kernels)
+def test_verify_compares_with_the_step_that_has_these_bits(gate: Gate, kernels: Any) -> None:
+    found = checkmate.verify(gate, ROWS, budget="1 GB", kernels=kernels)
     assert found.repeats
     assert found.predicted_peak == found.measured_peak
     assert (found.plain_peak == found.measured_peak) == (kernels == "fused")  # which is compared with itself
@@ -187,10 +209,12 @@ def test_a_gradient_that_is_undefined_stays_so_within_a_group(kernels: Any, tran
 
 
 @pytest.mark.parametrize(("kernels", "against"), [("same-bits", "plain PyTorch"), ("fused", "the fused step")])
-def test_an_error_says_what_was_compared(net: Net, kernels: Any, against: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_says_what_was_compared(
+    gate: Gate, kernels: Any, against: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(compare, "names_that_differ", lambda expected, found: ["output 0"] * (expected is not found))
     with pytest.raises(VerificationError, match=f"^output 0 of the compiled step differs from {against}"):
-        checkmate.verify(net, *_batch(), budget="1 GB", kernels=kernels)
+        checkmate.verify(gate, ROWS, budget="1 GB", kernels=kernels)
 
 
 def _gated(x: Tensor) -> Tensor:
@@ -320,15 +344,15 @@ def test_a_rule_finds_a_tagged_value(rule: Any) -> None:
     assert (compiled.plans[0].plan.runs.count(tagged[0]) == 2) == (rule == "recompute")
 
 
-def test_kernels_are_compiled_before_a_step_runs(net: Net, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_are_compiled_before_a_step_runs(gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
     """A second start has costs on disk, and kernels of its own to compile: what that allocates is not the step's."""
     for _ in range(2):
         monkeypatch.setattr(compiling, "_kernels", {})
         monkeypatch.setattr(trial, "_known", {})
-        loss = checkmate.compile(net, budget="1 GB", kernels="fused", verify=False)(*_batch())
+        loss = checkmate.compile(gate, budget="1 GB", kernels="fused", verify=False)(ROWS)
         known = {*compiling._kernels}
         loss.backward()
-        net.zero_grad()
+        gate.zero_grad()
         assert {*compiling._kernels} == known
         assert any(over is not None for _, over in known)
 

@@ -53,7 +53,7 @@ def budgets(problem: Problem) -> list[int]:
     return sorted({least, least + 2, (least + most) // 2, most})
 
 
-@pytest.mark.parametrize(("first", "seeds"), [(0, 3), long(3, 7), long(10, 90), long(100, 100)])
+@pytest.mark.parametrize(("first", "seeds"), [(1, 3), long(4, 6), long(0, 100), long(100, 100)])
 def test_no_plan_is_below_the_bound_and_few_found_are_above_the_cheapest(first: int, seeds: int) -> None:
     above = []
     for seed in range(first, first + seeds):
@@ -69,7 +69,7 @@ def test_no_plan_is_below_the_bound_and_few_found_are_above_the_cheapest(first: 
     assert sum(above) <= 0.05 * len(above)
 
 
-@in_turn(seed=[5, 7, 12, *map(long, range(13, 40))])
+@in_turn(seed=[5, 7, 13, *map(long, (12, *range(14, 40)))])
 def test_the_exact_program_proves_the_cheapest_plan(seed: int) -> None:
     """Others, as seed 52, have a bound below that: it leaves out in which order a link carries transfers."""
     problem = random_problem_with_homes(seed)

@@ -1,7 +1,8 @@
 // The device as PyTorch sees it: a guard for devices, streams and events, hooks, and generators.
 #include "device.h"
 
-#include <ATen/Functions.h>
+#include <ATen/EmptyTensor.h>
+#include <ATen/core/Tensor.h>
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <c10/core/GeneratorImpl.h>

@@ -1,7 +1,8 @@
-"""The simulated allocator: the rules of PyTorch's on CUDA, in figures that follow from them.
+"""The simulated allocator and its streams: the rules of PyTorch's on CUDA, in figures that follow from them.
 
 `tests/memory/test_cuda_allocator.py` holds the rules in Python to the same figures, and this allocator to them after
-each of many random events, also with expandable segments: blocks, segments, snapshots and peaks.
+each of many random events, also with expandable segments: blocks, segments, snapshots and peaks. `test_waits` has what
+no stream orders, and copies that run late.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ pytestmark = [pytest.mark.cuda, needed()]
 
 MIB = 1 << 20
 OTHER = 1  # the device that no other test uses
+COPIED = 100_000  # numbers that another stream copies
 
 
 @pytest.fixture(autouse=True)
@@ -37,6 +39,7 @@ def _empty() -> Iterator[None]:
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.get_device_properties(OTHER).total_memory
         yield
+        torch.cuda.synchronize()
         install.set_capacity(before, OTHER)
         torch.cuda.empty_cache()
         assert torch.cuda.memory_allocated() == 0
@@ -178,3 +181,55 @@ def test_two_devices_count_apart() -> None:
     there = kept.fill_(3).to("cuda:0")
     assert there.device.index == 0
     assert (there == 3).all()
+
+
+def copying() -> tuple[Tensor, Tensor, torch.cuda.Stream]:
+    """A value, the pinned memory to which another stream copies it, and that stream, which has waited for the value."""
+    source, to, side = torch.ones(COPIED, device="cuda"), torch.zeros(COPIED).pin_memory(), torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        to.copy_(source, non_blocking=True)
+    return source, to, side
+
+
+def test_memory_recorded_on_a_stream_stays_until_that_has_come_so_far() -> None:
+    source, to, side = copying()
+    source.record_stream(side)
+    place = source.data_ptr()
+    del source
+    other = torch.zeros(COPIED, device="cuda")
+    assert other.data_ptr() != place
+    side.synchronize()
+    assert (to == 1).all()
+    assert torch.zeros(COPIED, device="cuda").data_ptr() == place
+
+
+def test_a_stream_s_memory_is_its_own() -> None:
+    side = torch.cuda.Stream()
+    place = torch.empty(COPIED, device="cuda").data_ptr()
+    with torch.cuda.stream(side):
+        assert torch.empty(COPIED, device="cuda").data_ptr() != place
+    assert torch.empty(COPIED, device="cuda").data_ptr() == place
+
+
+def test_the_host_may_read_what_it_has_waited_for() -> None:
+    source, to, side = copying()
+    event = side.record_event()
+    assert not event.query()
+    assert (to == 0).all()
+    event.synchronize()
+    assert event.query()
+    assert (to == 1).all()
+    source.zero_()  # what the host has waited for is over
+
+
+def test_events_time_the_device_s_work_and_not_the_host_s() -> None:
+    begin, middle, end = (torch.cuda.Event(enable_timing=True) for _ in range(3))
+    x, y = torch.zeros(1000, device="cuda"), torch.zeros(10_000_000, device="cuda")
+    begin.record()
+    x.add_(1)
+    middle.record()
+    y.add_(1)
+    end.record()
+    assert 0 < begin.elapsed_time(middle) < middle.elapsed_time(end) / 5
+    assert begin.elapsed_time(middle) == pytest.approx(2e-3, rel=0.01)  # ms: a launch
