@@ -285,7 +285,7 @@ def check_solution(solution: object) -> None:
         raise TypeError(f"This takes a Solution, not {_kind(solution)}. {ways}")
 
 
-def check_plan(solution: Solution, act: str) -> tuple[Plan, Schedule]:
+def require_plan(solution: Solution, act: str) -> tuple[Plan, Schedule]:
     """The plan and schedule of a solution that is to be compared, drawn, ... ``act`` names this in errors.
 
     Raises:

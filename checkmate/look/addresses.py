@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from checkmate.core.answer import Column, Printed, Table, table
-from checkmate.core.solution import Solution, check_plan, format_gap
+from checkmate.core.solution import Solution, format_gap, require_plan
 from checkmate.look.timeline import Span, timeline
 from checkmate.solvers.addresses import TIME_LIMIT, Block, place_blocks
 from checkmate.units import format_bytes
@@ -83,6 +83,6 @@ def addresses(solution: Solution, *, time_limit: float = TIME_LIMIT) -> Addresse
 
 def storages_of(solution: Solution) -> Iterator[tuple[Block, list[Span]]]:
     """The storages of a plan, for values and for workspaces: a block, and the spans that are in it in turn."""
-    plan, _ = check_plan(solution, "place")
+    plan, _ = require_plan(solution, "place")
     for spans in timeline(plan, solution.problem).storages:
         yield Block(spans[0].born, spans[-1].died, spans[0].bytes), spans

@@ -11,7 +11,7 @@ import numpy as np
 
 from checkmate.core.answer import Column, Printed, Table, table
 from checkmate.core.problem import Problem
-from checkmate.core.solution import Solution, check_plan
+from checkmate.core.solution import Solution, require_plan
 from checkmate.look.timeline import OUTSIDE, fold
 from checkmate.units import format_bytes, format_seconds, signed
 
@@ -150,7 +150,7 @@ def diff(a: Solution, b: Solution, *, top: int = 10) -> Difference:
     >>> [(row.name, row.bytes) for row in difference.values]
     [('v0', -10)]
     """
-    (plan_a, schedule_a), (plan_b, schedule_b) = (check_plan(solution, "compare") for solution in (a, b))
+    (plan_a, schedule_a), (plan_b, schedule_b) = (require_plan(solution, "compare") for solution in (a, b))
     if not same_problem(a.problem, b.problem):
         raise ValueError(f"The plans are of different problems: {a.problem!r} and {b.problem!r}.")
     problem, graph = a.problem, a.problem.graph

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
-from checkmate.core.solution import Solution, check_plan
+from checkmate.core.solution import Solution, require_plan
 from checkmate.look.timeline import OUTSIDE, Timeline, timeline
 from checkmate.units import format_bytes, format_seconds
 
@@ -99,7 +99,7 @@ def memory(
     >>> ax.get_title(), [text.get_text() for text in ax.texts]
     ('plain PyTorch: peak 12 B\nstep 4.0 s', ['forward', 'backward', 'budget 13 B', 'peak 12 B\nop2'])
     """
-    line, *others = (timeline(check_plan(plan, "draw")[0], plan.problem) for plan in (solution, *compare))
+    line, *others = (timeline(require_plan(plan, "draw")[0], plan.problem) for plan in (solution, *compare))
     rows = line.by(by)
     ax = axes_of(ax, (10, 5 + 0.35 * len(line.lanes) + (1.3 if line.crossings else 0)))
     from matplotlib.patheffects import Normal, Stroke
@@ -147,7 +147,7 @@ def memory(
 
 def _called(solution: Solution) -> str:
     """The name of a plan: plain PyTorch if it runs each op once and keeps all, else planned within a budget."""
-    plan, problem = check_plan(solution, "draw")[0], solution.problem
+    plan, problem = require_plan(solution, "draw")[0], solution.problem
     keeps_all = solution.peak == problem.keep_all_peak and len(plan.runs) == len(problem.graph.ops)
     is_plain = keeps_all and not (plan.moves or plan.started)
     return "plain PyTorch" if is_plain else f"planned within {format_bytes(solution.budget)} ({solution.method})"
@@ -241,7 +241,7 @@ def schedule(solution: Solution, *, ax: Axes | None = None) -> Axes:
     'checkpoint-all: 0 of 4 ops run again, 0 times in all'
     """
     # The cells: kept values as a shade, first runs and reruns as marks.
-    _, plan = check_plan(solution, "draw")
+    _, plan = require_plan(solution, "draw")
     again, graph = plan.recomputed, solution.problem.graph
     T, forward = len(again), graph.forward_length
     at_hand = np.zeros_like(plan.R)  # [t, k]: some value of op k is in memory when stage t begins

@@ -27,7 +27,7 @@ from markupsafe import Markup, escape
 from checkmate.core.answer import Column
 from checkmate.core.files import write_bytes
 from checkmate.core.problem import Problem
-from checkmate.core.solution import Solution, Status, check_plan, format_gap
+from checkmate.core.solution import Solution, Status, format_gap, require_plan
 from checkmate.look.addresses import Addresses, addresses
 from checkmate.look.costs import COLUMNS, costs_of
 from checkmate.look.difference import same_problem
@@ -78,7 +78,7 @@ def report(
     """
     if isinstance(path, Solution):
         raise TypeError("The Solution comes first: checkmate.report(solution, path).")
-    plan, _ = check_plan(solution, "report on")
+    plan, _ = require_plan(solution, "report on")
     path = Path(path)
     if path.is_dir():
         raise IsADirectoryError(f"{path} is a folder. Name a file in it, such as {path / 'plan.html'}.")

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 from checkmate.core.answer import Column, Listed, Table, table
 from checkmate.core.plan import Drop, Fetch, Free, Plan, Send, Step, Wait
 from checkmate.core.simulator import simulate
-from checkmate.core.solution import OPTIMAL_GAP, Solution, Status, check_plan
+from checkmate.core.solution import OPTIMAL_GAP, Solution, Status, require_plan
 from checkmate.core.timing import timing
 from checkmate.look.timeline import Moment, Span, Timeline, timeline
 from checkmate.solvers.common.incumbent import again
@@ -199,7 +199,7 @@ def explain_peak(
     >>> [(price.budget, price.found_change, price.proven_change) for price in peak.prices]
     [(40, 1.0, 1.0), (60, 0.0, 0.0)]
     """
-    plan, _ = check_plan(solution, "explain")
+    plan, _ = require_plan(solution, "explain")
     if isinstance(top, bool) or not isinstance(top, int) or top < 0:
         raise ValueError(f"top is a number of rows, not {top!r}.")
     problem, peak = solution.problem, solution.peak or 0
