@@ -75,13 +75,13 @@ def _dims(width: int) -> dict[str, int]:
     ],
 )
 def test_the_kernel_of_an_attention(changed: dict[str, int], capability: tuple[int, int], kernel: int) -> None:
-    assert choose(CALL._replace(**changed), capability, cuda.CUDNN) == kernel
+    assert choose(CALL._replace(**changed), capability, cuda.CUDNN_VERSION) == kernel
 
 
 def test_what_is_switched_off_is_not_chosen() -> None:
     with nn.attention.sdpa_kernel([nn.attention.SDPBackend.FLASH_ATTENTION, nn.attention.SDPBackend.MATH]):
-        assert choose(CALL, H100, cuda.CUDNN) == FLASH
-        assert choose(CALL._replace(scalar=FLOAT), H100, cuda.CUDNN) == MATH
+        assert choose(CALL, H100, cuda.CUDNN_VERSION) == FLASH
+        assert choose(CALL._replace(scalar=FLOAT), H100, cuda.CUDNN_VERSION) == MATH
     assert choose(CALL, H100, 91000) == FLASH  # an older cuDNN
 
 

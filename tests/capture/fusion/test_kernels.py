@@ -256,8 +256,8 @@ def test_kernels_are_compiled_side_by_side() -> None:
     x, factors = torch.randn(64, 64), range(2, 3 + compiling.FEW)
     keys, groups = [(f"times {n}", None) for n in factors], [_times(n) for n in factors]
     for key in keys:
-        compiling._mark(compiling.inductor.cache_dir(), key).unlink(missing_ok=True)
-    with compiling.inductor.inductor_config.patch(compile_threads=2):
+        compiling._mark(compiling.capturing.cache_dir(), key).unlink(missing_ok=True)
+    with compiling.capturing.inductor_config.patch(compile_threads=2):
         compiling.begin((key, group, [x], 1) for key, group in zip(keys, groups, strict=True))
     begun = [compiling._begun[key] for key in keys]
     results = [compiling.compiled(key, group, [x], 1, at) for (key, at), group in zip(keys, groups, strict=True)]
@@ -288,9 +288,9 @@ def test_halves_of_refused_groups_are_compiled_side_by_side(tmp_path: Path, monk
     monkeypatch.setattr(compiling, "_kernels", {})
     monkeypatch.setattr(trial, "_known", {})
     monkeypatch.setattr(compiling, "_compile", compile_two_ops)
-    monkeypatch.setattr(compiling.inductor, "AsyncCompile", SimpleNamespace(process_pool=cache(Pool)))
-    monkeypatch.setattr(compiling.inductor, "get_compile_threads", lambda: 2)
-    monkeypatch.setattr(compiling.inductor, "cache_dir", lambda: str(tmp_path))
+    monkeypatch.setattr(compiling.capturing, "AsyncCompile", SimpleNamespace(process_pool=cache(Pool)))
+    monkeypatch.setattr(compiling.capturing, "get_compile_threads", lambda: 2)
+    monkeypatch.setattr(compiling.capturing, "cache_dir", lambda: str(tmp_path))
 
     def step(x: Tensor, y: Tensor) -> Tensor:
         a = ((x @ x * 2 + x).sin() * x + 1).cos()
@@ -391,7 +391,7 @@ def test_without_a_compiler_ops_run_one_by_one(
     def none() -> None:
         raise RuntimeError("No working C++ compiler found")
 
-    monkeypatch.setattr(compiling.inductor, "get_cpp_compiler", none)
+    monkeypatch.setattr(compiling.capturing, "get_cpp_compiler", none)
     with caplog.at_level(logging.WARNING):
         problem = checkmate.trace(net, *_batch(), kernels="fused")
     assert not _fused_ops(problem)
