@@ -96,6 +96,16 @@ def test_a_figure_is_filled_in_where_it_stands() -> None:
             pages.filled(wrong, known)
 
 
+def test_links_of_the_readme_lead_to_a_file_and_a_heading() -> None:
+    links = re.findall(r"\]\(((?!https?:)[^)#]+)(?:#([^)]+))?\)", README)
+    assert len(links) > 20
+    for path, heading in links:
+        assert (ROOT / path).exists(), path
+        if heading:
+            heads = _lines(r"^#+ (.*)$", (ROOT / path).read_text())
+            assert heading in {re.sub(r"[^\w -]", "", head).lower().replace(" ", "-") for head in heads}, heading
+
+
 def test_the_readme_is_short() -> None:
     assert len(README.splitlines()) <= 120
 
