@@ -115,7 +115,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         is_refusal = isinstance(error, CheckmateError) and not isinstance(error, (BudgetError, RuleError))
         if args.json:
-            _write_json(sys.stdout, {"error": str(error), "min_budget": getattr(error, "min_budget", None)})
+            _show(args, {"error": str(error), "min_budget": getattr(error, "min_budget", None)}, "")
         return _say(str(error), REFUSED if is_refusal else USAGE)
 
 
@@ -125,16 +125,17 @@ def _say(message: str, code: int) -> int:
 
 
 def _show(args: Arguments, document: Any, text: str, code: int = DONE) -> int:
-    if args.json:
-        _write_json(sys.stdout, document)
-    else:
-        sys.stdout.write(f"{text}\n")
+    sys.stdout.write(f"{_json_of(document, indent=2) if args.json else text}\n")
     return code
 
 
-def _write_json(file: Any, document: Any) -> None:
-    json.dump(finite(document), file, indent=2 if file is sys.stdout else None, allow_nan=False)
-    file.write("\n" if file is sys.stdout else "")
+def _json_of(document: Any, indent: int | None = None) -> str:
+    return json.dumps(finite(document), indent=indent, allow_nan=False)
+
+
+def _write(path: str, text: str) -> None:
+    with open(path, "w") as file:  # noqa: PTH123  # a device such as /dev/stdout will do, too
+        file.write(text)
 
 
 def _options(call: Callable[..., Any], args: Arguments, **own: Any) -> dict[str, Any]:
@@ -214,8 +215,7 @@ def _answer(args: Arguments, problem: Problem, *, shows_page: bool = False) -> i
     solution = solve(**_options(solve, args, problem=problem))
     record, text, page = solution_record(solution), str(solution), Path()
     if solution.plan is not None and args.save_plan:
-        with open(args.save_plan, "w") as file:  # noqa: PTH123  # a device such as /dev/stdout will do, too
-            _write_json(file, {**record, "steps": steps_of(solution)})
+        _write(args.save_plan, _json_of({**record, "steps": steps_of(solution)}))
     if solution.plan is not None and args.report:
         from checkmate.look.page import report
         from checkmate.solvers.frontier import frontier
@@ -378,7 +378,7 @@ def _demo(args: Arguments) -> int:
     say(f"\nAll of it took {time.perf_counter() - began:.0f} seconds on one thread.")
     broken = [promise for row in rows for promise in row.broken()]
     if args.json:
-        _write_json(sys.stdout, {"broken": broken, "rows": [asdict(row) for row in rows]})
+        _show(args, {"broken": broken, "rows": [asdict(row) for row in rows]}, "")
     if broken:
         return _say("\n".join(broken), REFUSED)
     say("Every measured peak is the predicted one and within its budget; every number is plain PyTorch's, bitwise.")
@@ -432,8 +432,7 @@ def _selftest(args: Arguments) -> int:
         if args.json:
             header = {"format": "checkmate-selftest", "version": 2, "device": setting.name, "quick": setting.quick}
             rows = [{**asdict(finding), "verdict": finding.verdict} for finding in findings]
-            with open(args.json, "w") as file:  # noqa: PTH123  # a device such as /dev/stdout will do, too
-                _write_json(file, {**header, "failed": failed, "checks": rows})
+            _write(args.json, _json_of({**header, "failed": failed, "checks": rows}))
 
     keep()
     with showing(lambda: f"{len(findings)} of {len(checks)} checks", share=lambda: len(findings) / len(checks)):
