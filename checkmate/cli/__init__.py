@@ -1,5 +1,3 @@
 """The command line ``checkmate``."""
 
-from checkmate.cli.app import main
-
-__all__ = ["main"]
+from checkmate.cli.app import main as main

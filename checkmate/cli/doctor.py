@@ -7,6 +7,7 @@ import os
 import platform
 import sys
 import tempfile
+from contextlib import suppress
 from typing import Any
 
 from checkmate.core import files
@@ -31,16 +32,13 @@ def examine() -> tuple[dict[str, Any], list[str]]:
     >>> facts["solver"]
     'HiGHS works'
     """
-    obstacles: list[str] = []
     facts: dict[str, Any] = {"checkmate": __version__, "python": f"{platform.python_version()} ({sys.executable})"}
     facts["system"] = f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores"
     for name in (*NEEDED, *EXTRAS):
-        try:
+        facts[name] = None
+        with suppress(importlib.metadata.PackageNotFoundError):
             facts[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            facts[name] = None
-        if facts[name] is None and name in NEEDED:
-            obstacles.append(f"{name} is not installed: pip install {name}")
+    obstacles = [f"{name} is not installed: pip install {name}" for name in NEEDED if facts[name] is None]
     # Another project is distributed as ``checkmate``, and installs a module of this name over ours or under it.
     obstacles += [
         f"{dist.metadata['Name']} {dist.version} is installed in the folder of checkmate-torch, and one has written "
@@ -58,13 +56,11 @@ def examine() -> tuple[dict[str, Any], list[str]]:
         from checkmate.torch_internals.versions import TRIED
 
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        facts["torch"], facts["tried on"] = str(torch.__version__), f"PyTorch {TRIED[0]} to {TRIED[-1]}"
-        facts["threads"] = torch.get_num_threads()
-        facts["cuda"] = [
-            f"{torch.cuda.get_device_name(i)}, {format_bytes(torch.cuda.get_device_properties(i).total_memory)}"
-            for i in range(count)
-        ]
-        facts["arena"], facts["left out"] = native.ARENA.state(), LEFT_OUT
+        cards = [torch.cuda.get_device_properties(i) for i in range(count)]
+        facts |= {"torch": str(torch.__version__), "tried on": f"PyTorch {TRIED[0]} to {TRIED[-1]}"}
+        names = [f"{card.name}, {format_bytes(card.total_memory)}" for card in cards]
+        facts |= {"threads": torch.get_num_threads(), "cuda": names}
+        facts |= {"arena": native.ARENA.state(), "left out": LEFT_OUT}
     # A problem whose answer is known.
     chain = Problem.from_dag([[], [0], [1], [0, 2]], seconds=[1] * 4, sizes=[1] * 4)
     facts["solver"] = "HiGHS works"

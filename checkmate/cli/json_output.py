@@ -54,12 +54,10 @@ def steps_of(solution: Solution) -> list[dict[str, str]]:
     graph = solution.problem.graph
 
     def told(step: Step) -> dict[str, str]:
-        if isinstance(step, Start):
-            return {"start": graph.ops[step.op].name}
-        if not isinstance(step, Run):
-            return {type(step).__name__.lower(): graph.values[step.value].name}
-        over = {} if step.over is None else {"over": graph.values[step.over].name}
-        return {"run": graph.ops[step.op].name, **over}
+        kind, over = type(step).__name__.lower(), step.over if isinstance(step, Run) else None
+        if not isinstance(step, (Run, Start)):
+            return {kind: graph.values[step.value].name}
+        return {kind: graph.ops[step.op].name, **({} if over is None else {"over": graph.values[over].name})}
 
     return [told(step) for step in solution.plan.steps]
 

@@ -1,1 +1,1 @@
-"""Two small networks train within byte budgets, each promise compared with plain PyTorch: ``checkmate demo``."""
+"""Tell whether checkmate keeps its promises: ``checkmate demo`` on the CPU, ``checkmate selftest`` on any device."""

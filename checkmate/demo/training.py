@@ -31,6 +31,7 @@ from checkmate.units import exact_bytes, format_bytes, format_seconds
 Step = Callable[..., Tensor]
 Batch = tuple[Tensor, ...]
 PATTERNS = 10  # among which the residual network tells
+STEPS = 25  # to train in each run
 SHARES = (0.75, 0.5)  # of the peak of keeping everything: budgets that people train at
 TIGHT = 1.15  # times the smallest budget, the last one
 
@@ -54,10 +55,8 @@ def text_task(steps: int) -> Task:
     """A transformer that reads Python's documentation."""
     text, alphabet = documentation()
     network = partial(Transformer, len(alphabet), positions=64, width=64, layers=4, heads=4)
-    title = (
-        f"A transformer of 4 layers, on {len(text):,} characters of Python's documentation, 16 passages of 64 a step"
-    )
-    return Task(title, network, text_batches(text, steps, size=16, length=64))
+    data = f"{len(text):,} characters of Python's documentation, 16 passages of 64 a step"
+    return Task(f"A transformer of 4 layers, on {data}", network, text_batches(text, steps, size=16, length=64))
 
 
 def patterns_task(steps: int) -> Task:
@@ -149,7 +148,7 @@ class _Bottleneck(nn.Module):
 def documentation() -> tuple[Tensor, str]:
     """(N,) int64: the characters of Python's documentation topics as indices into the alphabet, and the alphabet."""
     text = "\n".join(topics[topic] for topic in sorted(topics))
-    alphabet = "".join(sorted(set(text)))
+    alphabet = "".join(sorted({*text}))
     index = {character: i for i, character in enumerate(alphabet)}
     return torch.tensor([index[character] for character in text]), alphabet
 
@@ -206,12 +205,9 @@ class Row:
     def broken(self) -> list[str]:
         """The broken promises, in words."""
         budget, peak = exact_bytes(self.budget), f"the measured peak of {exact_bytes(self.measured)}"
-        promises = (
-            (self.measured <= self.budget, f"{peak} exceeds the budget of {budget}"),
-            (self.measured == self.predicted, f"{peak} is not the predicted {exact_bytes(self.predicted)}"),
-            (self.bitwise, f"at a budget of {budget} the numbers differ from plain PyTorch"),
-        )
-        return [broken for holds, broken in promises if not holds]
+        above = [f"{peak} exceeds the budget of {budget}"] * (self.measured > self.budget)
+        other = [f"{peak} is not the predicted {exact_bytes(self.predicted)}"] * (self.measured != self.predicted)
+        return above + other + [f"at a budget of {budget} the numbers differ from plain PyTorch"] * (not self.bitwise)
 
 
 _COLUMNS = (
@@ -243,10 +239,9 @@ def train(
         optimizer.step()
         losses.append(loss.detach())
     grads = [p.grad for p in module.parameters() if p.grad is not None]
-    results = [torch.stack(losses), *grads, *module.state_dict().values()]
-    on_host = [tensor.detach().to("cpu", copy=True) for tensor in results]
+    results = [t.detach().to("cpu", copy=True) for t in (torch.stack(losses), *grads, *module.state_dict().values())]
     module.zero_grad(set_to_none=True)
-    return [*on_host, torch.get_rng_state()]
+    return [*results, torch.get_rng_state()]
 
 
 def run_step(module: nn.Module, step: Callable[..., Tensor], *batch: Tensor) -> Tensor:
@@ -274,18 +269,13 @@ def train_within_budgets(task: Task, effort: Effort, say: Callable[[str], object
     problem = trace(step, *task.batches[0])
     lowest, keep_all = min_budget(problem, time_limit=effort.lowest).peak, problem.keep_all_peak
     expected = train(module, step, task.batches)
-    plain = peak_of_step(module, step, task.batches[0]) + problem.resident
-    losses = expected[0]
-    say(
-        f"{len(problem.graph.ops)} operations; plain PyTorch peaks at {exact_bytes(plain)}, "
-        f"of which {exact_bytes(problem.resident)} are parameters and batch; loss {losses[0]:.3f} -> {losses[-1]:.3f} "
-        f"in {len(losses)} steps\n"
-    )
+    plain, losses = peak_of_step(module, step, task.batches[0]) + problem.resident, expected[0]
+    peaks = f"peaks at {exact_bytes(plain)}, of which {exact_bytes(problem.resident)} are parameters and batch"
+    trained = f"loss {losses[0]:.3f} -> {losses[-1]:.3f} in {len(losses)} steps"
+    say(f"{len(problem.graph.ops)} operations; plain PyTorch {peaks}; {trained}\n")
     # The budgets, each on a new network with the same parameters.
-    tight = int(TIGHT * lowest)
-    budgets = sorted({tight, *(max(tight, int(share * keep_all)) for share in SHARES)}, reverse=True)
-    rows: list[Row] = []
-    for budget in budgets:
+    tight, rows = int(TIGHT * lowest), list[Row]()
+    for budget in sorted({tight, *(max(tight, int(share * keep_all)) for share in SHARES)}, reverse=True):
         module, step = task.make()
         compiled = compiled_within(step, budget=budget, time_limit=effort.plan, wait="best")
         actual = train(module, compiled, task.batches)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
+from inspect import signature
 from pathlib import Path
 from typing import Any, get_args
 from unittest.mock import Mock
@@ -21,10 +22,14 @@ import checkmate
 from benchmarks.networks.dags import unit_chain
 from checkmate import Problem, statusline
 from checkmate.capture.fusion.kernels import Kernels
-from checkmate.cli.arguments import OPTIONS
+from checkmate.cli.arguments import LINES
+from checkmate.demo import selftest, training
 from checkmate.profiling.data_sheets import DEVICES
 from checkmate.profiling.roofline import STATED
+from checkmate.sizes.fits import fits
+from checkmate.sizes.max_batch_size import max_batch_size
 from checkmate.solvers.frontier import frontier
+from checkmate.solvers.solve import solve
 from tests.support.processes import own_cache, run_fresh_python
 from tests.support.sampling import long
 
@@ -195,6 +200,23 @@ def test_version_and_methods(shell: Shell, answer: Shell) -> None:
     assert shell("methods")[0].strip() == repr(checkmate.methods())
 
 
+def test_the_help_names_the_defaults_of_the_calls(shell: Shell) -> None:
+    def default(call: Callable[..., Any], name: str) -> Any:
+        return signature(call).parameters[name].default
+
+    for command, words in {
+        "solve": f"stop at this gap, by default {default(solve, 'gap')}",
+        "frontier": f"by default {default(frontier, 'methods')[0]}",
+        "max-batch": f"{default(max_batch_size, 'max_overhead')} (default)",
+        "demo": f"by default {training.STEPS}",
+    }.items():
+        assert words in shell(f"{command} --help")[0]
+    calls: dict[str, Any] = {"solve": solve, "frontier": frontier, "max-batch": max_batch_size, "fits": fits}
+    seconds = {name: default(call, "time_limit") for name, call in calls.items()} | {"selftest": selftest.SECONDS}
+    for command, limit in seconds.items():
+        assert re.search(rf"--time-limit S +by default {limit:g} s\n", shell(f"{command} --help")[0])
+
+
 @pytest.mark.parametrize(
     ("command", "code", "says"),
     [
@@ -338,7 +360,7 @@ def test_a_step_is_traced_planned_and_saved(answer: Shell, folder: Path) -> None
 
 
 def test_groups_of_ops_are_kernels_where_that_is_asked_for(answer: Shell, folder: Path) -> None:
-    assert OPTIONS["--kernels"]["choices"] == get_args(Kernels)
+    assert f"{{{','.join(get_args(Kernels))}}}" in LINES["--kernels"]
     for kernels in get_args(Kernels):
         answer(f"plan my_step:gated --device h100 --budget 1MB --kernels {kernels} --save-problem problem.json")
         targets = [op.target for op in Problem.from_json(folder / "problem.json").graph.ops]

@@ -579,19 +579,6 @@ def test_names_break_after_underscores(opened: Open, width: int) -> None:
     assert [some for some in broken if any(line[-1] not in "_ " for line in some[:-1])] == []
 
 
-def test_the_values_alive_take_the_height_of_their_box(opened: Open) -> None:
-    """They once stood below the facts, where four of a hundred could be seen."""
-    page = opened(_resnet())
-    box, values, facts = (page.one(f"#memory-readout{css}").rect for css in ("", " .values", " .facts"))
-    assert values["height"] > 0.9 * box["height"]
-    assert facts["x"] + facts["width"] <= values["x"]
-    shown = page.js("""
-        const box = document.querySelector(".values").getBoundingClientRect();
-        const rows = [...document.querySelectorAll(".values tbody tr")].map((row) => row.getBoundingClientRect());
-        return rows.filter((row) => row.top >= box.top && row.bottom <= box.bottom).length""")
-    assert shown >= 8
-
-
 def test_a_table_on_a_phone_scrolls_within_itself(opened: Open) -> None:
     page = opened(_long_names(), width=360, frontier=None)
     tables = page.js("""
@@ -646,20 +633,6 @@ def test_words_in_the_picture_of_the_memory_do_not_overlap(opened: Open, width: 
 def test_links_that_carry_ops_are_drawn_in_lanes_of_their_own(opened: Open) -> None:
     lanes, both = (opened(solution, width=390).one("#links-area").size["height"] for solution in (on_links(), SENDS))
     assert lanes == both - (22 + 12 + 60)  # less than two lanes and the bytes there
-
-
-@pytest.mark.parametrize("width", [360, 1280])
-def test_what_a_legend_says_stands_nearer_to_its_own_entry_than_to_the_next(opened: Open, width: int) -> None:
-    gaps = opened(_resnet(), width=width).js("""
-        const rows = [...document.querySelectorAll(".under .legend li")].map((li) =>
-          ["span", ".about"].map((css) => {
-            const range = document.createRange();
-            range.selectNodeContents(li.querySelector(css));
-            return range.getBoundingClientRect();
-          }));
-        return rows.slice(1).map(([name], i) => [rows[i][1].top - rows[i][0].bottom, name.top - rows[i][1].bottom])""")
-    assert len(gaps) >= 4
-    assert all(2 * max(own, 0) < next_one for own, next_one in gaps)
 
 
 def test_hostile_names_do_nothing_but_stand_there(opened: Open) -> None:

@@ -30,7 +30,7 @@ ROOMS = (  # each imports itself and rooms of lines above it; those of one line 
     ("training",),
     ("tracing",),
     ("dynamo", "sizes", "step_costs", "demo"),
-    ("selftest", "integrations"),
+    ("integrations",),
     ("cli",),
     ("__main__",),
 )

@@ -1,7 +1,6 @@
-"""The checks of a device: each tests one promise, and gives its findings and the way out.
+"""The checks of ``checkmate selftest`` on a device: each tests one promise, and gives its findings and the way out.
 
-Each runs in a separate process, so that a failing or hanging check does not affect the next: one that has not touched
-the device, forked for each where the system can, so that PyTorch is imported once.
+Each runs in a process of its own, so that a failing or hanging check does not affect the next.
 """
 
 from __future__ import annotations
@@ -10,21 +9,20 @@ import copy
 import gc
 import inspect
 import itertools
-import multiprocessing
 import os
-import pickle
 import platform
+import re
 import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -34,21 +32,22 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from checkmate.backends.step_problem import joint_of
+from checkmate.backends.tensor_state import same_bits
 from checkmate.capture import random_draws
 from checkmate.capture.device import is_unordered, may_waver, same_random_state
-from checkmate.capture.loss.rounding_probes import same_bytes
 from checkmate.capture.nodes import target_name, tensors
 from checkmate.compiler import compile as compiled_within
 from checkmate.compiler import verify
 from checkmate.demo.training import Bottlenecks, Step, Transformer, paired_seconds, run_step, step_of
 from checkmate.devices import kind_of
-from checkmate.errors import CheckmateError
+from checkmate.errors import CheckmateError, SolverError
 from checkmate.host.opening import measure, open_store
 from checkmate.host.store import rounded
 from checkmate.memory import measure_peak
 from checkmate.memory.available import limits
 from checkmate.profiling.measure import measure_ops
 from checkmate.profiling.one_op import attempt, call_of, key_of, runs_alone
+from checkmate.solvers.common.processes import Process
 from checkmate.solvers.search.min_budget import min_budget
 from checkmate.torch_internals.versions import TRIED, is_tried
 from checkmate.tracing import trace
@@ -57,16 +56,12 @@ from checkmate.units import format_bytes
 from checkmate.version import __version__
 
 REPORT = "Please report it, with the file that --json writes."
-MOST = 6  # checks at a time
-OF_A_CHECK = 3 * 10**9  # bytes of memory
-LAST = 4000  # characters of what a process has printed that are kept of a check that failed
-VERDICTS = {True: "passed", False: "failed", None: "skipped"}
+MOST, OF_A_CHECK = 6, 3 * 10**9  # checks at a time, and bytes of memory of each
 BLOCKS = (1 << 20, 16 << 20)  # bytes that are copied to a second memory
 SHAPES = ((1000,), (64, 257), (2, 3, 64, 64))  # of masks
 HALF_AND_FULL = (torch.float32, torch.bfloat16)
 RUNS = 4  # of an op, of which the first is compared with the others
 SHARES = (0.1, 0.5, 1.0)  # of the way from the smallest budget to keeping everything
-PLAN_SECONDS, QUICK_SECONDS = 5.0, 1.0  # to plan for one budget
 PAIRS = 5  # of plain and compiled steps that are timed
 SECONDS = 180.0  # for a check
 ALONE = ("capacity",)  # checks that need the device for themselves
@@ -78,6 +73,11 @@ class Setting:
 
     name: str  # of the device: "cpu", "cuda", "cuda:1"
     quick: bool = False  # small networks
+
+    @property
+    def plan_seconds(self) -> float:
+        """Seconds to plan for one budget."""
+        return 1.0 if self.quick else 5.0
 
     @property
     def device(self) -> torch.device:
@@ -101,12 +101,12 @@ class Finding:
     @property
     def verdict(self) -> str:
         """The verdict in a word: "passed", "failed" or "skipped"."""
-        return VERDICTS[self.passed]
+        return "skipped" if self.passed is None else "passed" if self.passed else "failed"
 
     def __str__(self) -> str:
-        head = f"{self.verdict if self.verdict != 'failed' else 'FAILED':<9}{self.name}  ({self.seconds:.1f} s)"
-        lines = [("checked", self.checked), ("found", self.found)]
-        lines += [("do", self.advice)] if self.verdict == "failed" else []
+        failed = self.verdict == "failed"
+        head = f"{'FAILED' if failed else self.verdict:<9}{self.name}  ({self.seconds:.1f} s)"
+        lines = [("checked", self.checked), ("found", self.found), *[("do", self.advice)] * failed]
         return "\n".join([head, *(f"           {title:<10}{text}" for title, text in lines)])
 
 
@@ -118,15 +118,11 @@ def run_all(checks: Mapping[str, Check], setting: Setting, limit: float = SECOND
 
     Several run at a time where processors and memory allow; those that need the device for themselves come last.
     """
-    methods = multiprocessing.get_all_start_methods()
-    context: Any = multiprocessing.get_context("forkserver" if "forkserver" in methods else "spawn")
-    if "forkserver" in methods:
-        context.set_forkserver_preload(["checkmate.selftest.checks"])
-    run = partial(_run, context, setting, limit)
+    run, alone = partial(_run, setting, limit), [item for item in checks.items() if item[0] in ALONE]
     pool = ThreadPoolExecutor(places())
     try:
-        yield from pool.map(run, [item for item in checks.items() if item[0] not in ALONE])
-        yield from map(run, [item for item in checks.items() if item[0] in ALONE])
+        yield from pool.map(run, [item for item in checks.items() if item not in alone])
+        yield from map(run, alone)
     finally:  # where whoever asked has left, what has not begun does not begin
         pool.shutdown(wait=False, cancel_futures=True)
 
@@ -138,48 +134,34 @@ def places() -> int:
     return max(1, min(MOST, processors, free // OF_A_CHECK))
 
 
-def _run(context: Any, setting: Setting, limit: float, item: tuple[str, Check]) -> Finding:
+def _run(setting: Setting, limit: float, item: tuple[str, Check]) -> Finding:
     began, (name, check) = time.monotonic(), item
-    # Run the check in a child until its limit.
-    with tempfile.TemporaryDirectory(prefix="checkmate-selftest-") as place:
-        folder = Path(place)
-        child = context.Process(target=_child, args=(check, setting, folder))
-        child.start()
-        child.join(limit)
-        code = child.exitcode  # None: it still runs
-        child.kill()
-        child.join()
-        # Its answer, or how it ended without one.
-        if (answer := folder / "answer").exists():
-            finding = pickle.loads(answer.read_bytes())
-        elif code is None:
-            finding = Finding(False, f"it had not ended after {limit:g} s", f"Try --time-limit {2 * limit:g}. {REPORT}")
-        else:
-            finding = Finding(False, f"its process died (exit code {code})")
-        file = folder / "printed"
-        output = file.read_text(errors="replace")[-LAST:] if file.exists() else ""
-    facts = {**finding.facts, **({"printed": output} if output and finding.passed is False else {})}
+    with (
+        tempfile.TemporaryDirectory(prefix="checkmate-selftest-") as folder,
+        Process(_tell_finding, check, setting, folder, beside=False) as process,
+    ):
+        timer = threading.Timer(limit, process.end)
+        timer.start()
+        try:
+            finding = next(process.answers())
+        except SolverError as error:
+            finding, over = Finding(False, str(error)), time.monotonic() - began >= limit
+            advice = f"Try --time-limit {2 * limit:g}. {REPORT}"
+            finding = Finding(False, f"it had not ended after {limit:g} s", advice) if over else finding
+        timer.cancel()
     summary = (inspect.getdoc(getattr(check, "func", check)) or "").partition("\n")[0]
-    return replace(finding, name=name, checked=summary, facts=facts, seconds=time.monotonic() - began)
+    return replace(finding, name=name, checked=summary, seconds=time.monotonic() - began)
 
 
-def _child(check: Check, setting: Setting, folder: Path) -> None:
-    """Run a check with its output in a file; costs of ops are measured anew and not kept."""
-    descriptor = os.open(folder / "printed", os.O_WRONLY | os.O_CREAT)
-    os.dup2(descriptor, 1)
-    os.dup2(descriptor, 2)
-    os.environ["CHECKMATE_CACHE_DIR"] = str(folder / "cache")
+def _tell_finding(check: Check, setting: Setting, folder: str, tell: Callable[[Finding], object]) -> None:
+    """Run a check; costs of ops are measured anew and not kept."""
+    os.environ["CHECKMATE_CACHE_DIR"] = folder
     try:
         finding = check(setting)
     except Exception as error:  # noqa: BLE001  # any error is this check's finding
-        first = (str(error).strip().splitlines() or [""])[0]
-        facts = {"traceback": traceback.format_exc()}
+        first, facts = str(error).strip().partition("\n")[0], {"traceback": traceback.format_exc()}
         finding = Finding(False, f"{type(error).__name__}: {first}", facts=facts)
-    (folder / "partial").write_bytes(pickle.dumps(finding))
-    (folder / "partial").replace(folder / "answer")
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)  # at once: a device that was stopped may keep a process from ending in order
+    tell(finding)
 
 
 def network(name: str, setting: Setting) -> tuple[nn.Module, Step, tuple[Tensor, ...]]:
@@ -193,15 +175,16 @@ def network(name: str, setting: Setting) -> tuple[nn.Module, Step, tuple[Tensor,
             chain = nn.Sequential(*layers)
             return chain, lambda x: chain(x).square().mean(), (torch.randn(rows, 64),)
         if name == "transformer":  # whose logits are the most of a step: the loss is to run in parts
-            vocabulary, positions = (2048, 64) if quick else (50257, 512)
-            shape = {"width": 64, "layers": 2, "heads": 2} if quick else {"width": 768, "layers": 4, "heads": 12}
-            module: nn.Module = Transformer(vocabulary, positions, **shape)
+            vocabulary, positions, *shape = (2048, 64, 64, 2, 2) if quick else (50257, 512, 768, 4, 12)
+            module: nn.Module = Transformer(vocabulary, positions, *shape)
             text = torch.randint(vocabulary, (4, positions + 1))
-            return module, step_of(module), (text[:, :-1], text[:, 1:])
-        count, side, classes = (4, 32, 10) if quick else (32, 224, 1000)
-        width, blocks = (8, (1, 1)) if quick else (64, (3, 4, 6, 3))
-        module = Bottlenecks(blocks, width, classes)
-        return module, step_of(module), (torch.randn(count, 3, side, side), torch.randint(classes, (count,)))
+            batch: tuple[Tensor, ...] = text[:, :-1], text[:, 1:]
+        else:
+            count, side, classes = (4, 32, 10) if quick else (32, 224, 1000)
+            width, blocks = (8, (1, 1)) if quick else (64, (3, 4, 6, 3))
+            module = Bottlenecks(blocks, width, classes)
+            batch = torch.randn(count, 3, side, side), torch.randint(classes, (count,))
+        return module, step_of(module), batch
 
 
 def versions(setting: Setting) -> Finding:
@@ -211,15 +194,14 @@ def versions(setting: Setting) -> Finding:
     facts |= {"tried": f"{TRIED[0]} to {TRIED[-1]}", "system": f"{platform.system()} {platform.machine()}"}
     words = [f"PyTorch {torch.__version__}" + ("" if is_tried() else ", which has not been tried: steps are compared")]
     if device.type == "cuda":
-        card = torch.cuda.get_device_properties(device)
-        driver = None
-        if (tool := shutil.which("nvidia-smi")) is not None:
+        card, driver, tool = torch.cuda.get_device_properties(device), "", shutil.which("nvidia-smi")
+        if tool is not None:
             command = [tool, "--query-gpu=driver_version", "--format=csv,noheader"]
             driver = subprocess.run(command, capture_output=True, text=True, check=False).stdout.partition("\n")[0]
         facts |= {"cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version(), "driver": driver or None}
         facts |= {"device": card.name, "capability": f"{card.major}.{card.minor}", "bytes": card.total_memory}
-        settings = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF")
-        facts |= {"allocator": settings or "as PyTorch has it"}
+        settings = (os.environ.get(f"PYTORCH_{name}") for name in ("ALLOC_CONF", "CUDA_ALLOC_CONF"))
+        facts["allocator"] = next(filter(None, settings), "as PyTorch has it")
         words += [f"{name} {facts[name]}" for name in ("cuda", "cudnn", "driver", "device", "capability", "allocator")]
     facts["threads"] = torch.get_num_threads()
     works = torch.ones(1000, device=device).sum().item() == 1000
@@ -232,8 +214,7 @@ def ops_of(name: str, setting: Setting) -> Finding:
     Raises:
         RuntimeError: naming the op that has stopped the device.
     """
-    _, step, batch = network(name, setting)
-    device = setting.device
+    device, (_, step, batch) = setting.device, network(name, setting)
     problem = trace(step, *batch, profile=f"roofline:{kind_of(device).like}")  # it measures nothing
     nodes_by_key = {key_of(node): node for node in joint_of(problem).nodes if node is not None and runs_alone(node)}
     rows: list[dict[str, Any]] = []
@@ -245,16 +226,15 @@ def ops_of(name: str, setting: Setting) -> Finding:
             if cost is not None:
                 ways = {place: way is not None for place, way in cost.over.items()}
                 row |= {"seconds": cost.seconds, "bytes": cost.allocated_bytes, "ways": ways}
-            repeats = cost is None or _repeats(node, device)
+            repeats = cost is None or "empty" in target_name(node) or _repeats(node, device)  # empty makes no numbers
             rows.append({**row, "repeats": repeats, "may waver": is_unordered(node)})
     fails = sorted({row["op"] for row in rows if row["seconds"] is None})
     strays = sorted({row["op"] for row in rows if not row["repeats"] and not row["may waver"]})
     waver = sorted({row["op"] for row in rows if not row["repeats"]} - {*strays})
     verdicts = [keeps for row in rows for keeps in row["ways"].values()]
+    kinds = {"do not run by themselves": fails, "do not repeat their bits": strays, "waver, as is known": waver}
     words = [f"{sum(row['seconds'] is not None for row in rows)} of {len(rows)} ops measured"]
-    words += [f"do not run by themselves: {', '.join(fails)}"] if fails else []
-    words += [f"do not repeat their bits: {', '.join(strays)}"] if strays else []
-    words += [f"waver, as is known: {', '.join(waver)}"] if waver else []
+    words += [f"{kind}: {', '.join(names)}" for kind, names in kinds.items() if names]
     words += [f"{sum(verdicts)} of {len(verdicts)} ways to write over an argument keep the bits"]
     advice = f"Gradients differ from run to run: set torch.use_deterministic_algorithms(True). {REPORT}"
     return Finding(not (fails or strays), "; ".join(words), advice if strays else REPORT, {"ops": rows})
@@ -262,8 +242,6 @@ def ops_of(name: str, setting: Setting) -> Finding:
 
 def _repeats(node: fx.Node, device: torch.device) -> bool:
     """Tell whether an op gives the same numbers each time, from the same arguments and draws."""
-    if "empty" in target_name(node):  # which makes none
-        return True
     run = call_of(node)
 
     def numbers() -> list[Tensor]:
@@ -271,7 +249,7 @@ def _repeats(node: fx.Node, device: torch.device) -> bool:
             return [t for t in tensors(run()) if t.is_floating_point()]
 
     first = attempt(node, lambda: [t.clone() for t in numbers()])
-    return first is None or all(all(map(same_bytes, first, numbers())) for _ in range(RUNS - 1))
+    return first is None or all(all(map(same_bits, first, numbers())) for _ in range(RUNS - 1))
 
 
 def dropout(setting: Setting) -> Finding:
@@ -288,7 +266,7 @@ def dropout(setting: Setting) -> Finding:
             draw = random_draws.Drawn(torch.ops.aten.native_dropout.default)
             first = [*draw(x, p, True, **keywords), random_draws.save_device_state(device)]
             again = [*random_draws.drawn_again(draw)(x, p, True, **keywords), random_draws.save_device_state(device)]
-        if not all(map(same_bytes, first, again)):
+        if not all(map(same_bits, first, again)):
             failures.append(f"{shape} {dtype} at {p}")
         torch.rand(7, device=device)  # moves the generator on
     message = f"{len(cases) - len(failures)} of {len(cases)} masks drawn again with the same bits"
@@ -298,17 +276,16 @@ def dropout(setting: Setting) -> Finding:
 
 def attention(setting: Setting) -> Finding:
     """Run each attention kernel and its backward repeatedly: they repeat, or waver on a GPU where that is known."""
-    device, results, strays = setting.device, {}, []
-    length = 256 if setting.quick else 1024
+    device, results, strays, length = setting.device, {}, [], 256 if setting.quick else 1024
     for dtype in HALF_AND_FULL:
         for backend in (b for name, b in SDPBackend.__members__.items() if name not in ("ERROR", "OVERRIDEABLE")):
             name = f"{backend.name.lower().removesuffix('_attention')} {str(dtype).removeprefix('torch.')}"
             results[name] = repeats = _attention_repeats(backend, dtype, device, length)
             if repeats is False and (backend is SDPBackend.MATH or not may_waver(device)):
                 strays.append(name)
-    verdicts = {True: "repeat", False: "waver", None: "not here"}
-    named = {verdict: ", ".join(name for name, r in results.items() if r is verdict) or "none" for verdict in verdicts}
-    message = "; ".join(f"{verdicts[verdict]}: {names}" for verdict, names in named.items())
+    named = {verdict: [name for name, r in results.items() if r is verdict] for verdict in (True, False, None)}
+    verdicts = zip(("repeat", "waver", "not here"), named.values(), strict=True)
+    message = "; ".join(f"{verdict}: {', '.join(names) or 'none'}" for verdict, names in verdicts)
     return Finding(not strays, message, facts={"repeats": results, "strays": strays})
 
 
@@ -323,10 +300,10 @@ def _attention_repeats(backend: Any, dtype: torch.dtype, device: torch.device, l
         try:
             first = gradients()
         except RuntimeError as error:
-            if "No available kernel" not in str(error) and "No viable backend" not in str(error):
-                raise
-            return None
-        return all(all(map(same_bytes, first, gradients())) for _ in range(2 * RUNS))
+            if re.search("No available kernel|No viable backend", str(error)):
+                return None
+            raise
+        return all(all(map(same_bits, first, gradients())) for _ in range(2 * RUNS))
 
 
 def copies(setting: Setting) -> Finding:
@@ -347,7 +324,7 @@ def copies(setting: Setting) -> Finding:
             value.zero_()  # at once: the copy must have ended by then, on the device's own time
             store.fetch(0, landing.untyped_storage())
             store.wait(0)
-            same &= same_bytes(landing, expected)
+            same &= same_bits(landing, expected)
             store.drop(0)
     finally:
         store.close()
@@ -367,32 +344,24 @@ def homes(setting: Setting) -> Finding:
     states: list[list[Tensor]] = []
     peak = planned = 0
     for net, place in zip(models, ({}, {"device": device, "host_budget": 48 * width * width * 4}), strict=True):
-        optimizer, where = torch.optim.AdamW(net.parameters()), dict[str, Any](place)
-        step = training_step(
-            lambda x, net=net: net(x).square().mean(), optimizer, time_limit=_plan_seconds(setting), **where
-        )
+        optimizer, options = torch.optim.AdamW(net.parameters()), dict[str, Any](place, time_limit=setting.plan_seconds)
+        step = training_step(lambda x, net=net: net(x).square().mean(), optimizer, **options)
         for _ in range(3):
             use = measure_peak(partial(step, x), device)
         states.append([t for name in optimizer.state for t in (name, *optimizer.state[name].values())])
         peak, planned = (use.before or 0) + use.peak, step.plans[0].peak or 0
-    same = all(same_bytes(a.detach().cpu(), b.detach().cpu()) for a, b in zip(*states, strict=True))
+    same = all(same_bits(a.detach().cpu(), b.detach().cpu()) for a, b in zip(*states, strict=True))
     at_home = {t.device.type for t in states[1]} == {"cpu"}
-    message = (
-        f"{'the same' if same else 'OTHER'} bits, {'on the CPU' if at_home else 'NOT ON THE CPU'} between calls; "
-        f"predicted {format_bytes(planned)}, measured {format_bytes(peak)}"
-    )
+    where = f"{'the same' if same else 'OTHER'} bits, {'on the CPU' if at_home else 'NOT ON THE CPU'} between calls"
+    message = f"{where}; predicted {format_bytes(planned)}, measured {format_bytes(peak)}"
     facts = {"predicted": planned, "measured": peak}
     return Finding(same and at_home and peak <= planned, message, f"Do not use device=. {REPORT}", facts)
-
-
-def _plan_seconds(setting: Setting) -> float:
-    return QUICK_SECONDS if setting.quick else PLAN_SECONDS
 
 
 def _range(setting: Setting, step: Step, *batch: Tensor) -> tuple[int, int]:
     """The smallest budget of a step, and the peak of keep-all."""
     problem = trace(step, *batch)
-    return min_budget(problem, time_limit=_plan_seconds(setting)).peak, problem.keep_all_peak
+    return min_budget(problem, time_limit=setting.plan_seconds).peak, problem.keep_all_peak
 
 
 def capacity(setting: Setting) -> Finding:
@@ -404,7 +373,7 @@ def capacity(setting: Setting) -> Finding:
     least, most = _range(setting, step, x)
     budget, limit = least + (most - least) // 4, least + (most - least) // 2
     expected = run_step(module, step, x)
-    compiled = compiled_within(step, budget=budget, time_limit=_plan_seconds(setting), wait="best")
+    compiled = compiled_within(step, budget=budget, time_limit=setting.plan_seconds, wait="best")
 
     def trained(step: Step, times: int) -> Tensor | None:
         # Gradients, what an error held and what the allocator keeps are given back before.
@@ -422,12 +391,11 @@ def capacity(setting: Setting) -> Finding:
         plain, ours = trained(step, 1), trained(compiled, 2)
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0, device)
-    same = ours is not None and same_bytes(ours, expected)
+    same = ours is not None and same_bits(ours, expected)
     facts = {"limit": limit, "budget": budget, "plain": most, "plain fits": plain is not None, "ours fits": same}
-    message = (
-        f"limit {format_bytes(limit)}: plain PyTorch {'runs out of memory' if plain is None else 'FITS'}, a plan for "
-        f"{format_bytes(budget)} {'trains, with the same loss' if same else 'DOES NOT TRAIN'}"
-    )
+    outcome = f"plain PyTorch {'runs out of memory' if plain is None else 'FITS'}, a plan for {format_bytes(budget)}"
+    trains = "trains, with the same loss" if same else "DOES NOT TRAIN"
+    message = f"limit {format_bytes(limit)}: {outcome} {trains}"
     return Finding(plain is None and same, message, f"Leave more room: reserve= when you compile. {REPORT}", facts)
 
 
@@ -438,8 +406,7 @@ def within_budgets(name: str, setting: Setting, *, exact: bool = False) -> Findi
     """
     # Three budgets between the smallest and keep-all.
     module, step, batch = network(name, setting)
-    limit = _plan_seconds(setting)
-    least, most = _range(setting, step, *batch)
+    limit, (least, most) = setting.plan_seconds, _range(setting, step, *batch)
     rows: list[dict[str, Any]] = []
     for share in SHARES:
         budget = least + int(share * (most - least))
@@ -448,8 +415,8 @@ def within_budgets(name: str, setting: Setting, *, exact: bool = False) -> Findi
         # Bits and bytes by `verify`, seconds beside plain PyTorch.
         try:
             report = verify(step, *batch, budget=budget, time_limit=limit)
-            row |= {"predicted": report.predicted_peak, "measured": report.measured_peak, "plain": report.plain_peak}
-            row |= {"allocated": report.allocated_peak, "reserved": report.reserved_peak}
+            peaks = ("predicted", "measured", "plain", "allocated", "reserved")
+            row |= {name: getattr(report, f"{name}_peak") for name in peaks}
             row |= {"plain repeats": report.repeats, "spread": report.spread}
             if share == SHARES[0] or not setting.quick:
                 compiled = compiled_within(step, budget=budget, time_limit=limit, wait="best")
@@ -471,8 +438,9 @@ def _said(row: dict[str, Any]) -> str:
         return f"{head} {row['error'].splitlines()[0]}"
     bits = "the same bits" if not row["spread"] else f"plain PyTorch within its spread, {row['spread']:.3g}"
     names = [name for name in ("predicted", "measured", "allocated", "reserved") if row[name] is not None]
-    parts = [f"{head} {bits}", *(f"{name} {format_bytes(row[name])}" for name in names)]
-    return ", ".join([*parts, *([f"{row['ratio']:.2f} times plain"] if "ratio" in row else []), *row.get("parts", ())])
+    times = [f"{row['ratio']:.2f} times plain"] if "ratio" in row else []
+    peaks = (f"{name} {format_bytes(row[name])}" for name in names)
+    return ", ".join([f"{head} {bits}", *peaks, *times, *row.get("parts", ())])
 
 
 CHECKS: dict[str, Check] = {

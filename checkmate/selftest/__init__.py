@@ -1,1 +1,0 @@
-"""Tell whether checkmate keeps its promises on a device: ``checkmate selftest --device cuda --json selftest.json``."""
