@@ -173,11 +173,6 @@ def test_what_serves_the_step_is_told(there: There) -> None:
         assert there.asked.pop()["in_arena"] == in_arena
 
 
-def test_by_the_name_that_torch_compile_knows(there: There, found_by_name: None) -> None:
-    torch.compile(Loss(), backend="checkmate")(batch()).backward()
-    assert len(there.asked) == 1
-
-
 def test_without_data_nothing_says_what_there_is(there: There) -> None:
     nowhere = pytest.raises(BudgetError, match="Without data a step runs nowhere: name the bytes")
     with FakeTensorMode(), nowhere:

@@ -115,7 +115,7 @@ def test_a_loss_runs_in_parts_at_each_length(monkeypatch: pytest.MonkeyPatch) ->
     really = ladder.equal_inputs
     monkeypatch.setattr(ladder, "equal_inputs", lambda loss, how: asked.append(str(how)) or really(loss, how))
     step: Any = checkmate.compile(lambda *batch: twin(*batch), budget=budget, cache=False)
-    for length in (40, 32, 24, 36, 8, 32, 28):
+    for length in (40, 32, 24, 36, 8):
         asked.clear()
         assert_same_bits(left_by(step, twin, *_tokens(length)), left_by(net, net, *_tokens(length)))
         assert measure_peak(lambda n=length: step(*_tokens(n)).backward()).peak <= budget
@@ -233,7 +233,7 @@ def test_whole_steps_of_many_lengths(options: dict[str, Any]) -> None:
     optimizer, other = (torch.optim.AdamW(n.parameters(), lr=0.01) for n in (net, twin))
     plain = plain_step(net, optimizer, **options)
     step: Any = checkmate.training_step(twin, other, budget="50 MB", **options)
-    for length in (24, 30, 17, 9, 41, 24, 12, 30):
+    for length in (24, 30, 17, 9, 24):
         torch.manual_seed(length)
         expected = plain(*_tokens(length))
         torch.manual_seed(length)
@@ -303,7 +303,7 @@ def test_a_plan_of_a_length_keeps_no_graph() -> None:
     for length in (24, 30, 11, 12):
         step(*_tokens(length)).backward()
     before = _alive()
-    for length in range(13, 20):
+    for length in range(13, 17):
         step(*_tokens(length)).backward()
     after = _alive()
     assert all(after[kind] <= before[kind] * 1.05 for kind in before), (before, after)
@@ -341,9 +341,9 @@ def test_what_cannot_be_open_is_captured_for_each_length_and_tried_once(caplog: 
     twin = copy.deepcopy(net)
     step: Any = checkmate.compile(lambda *batch: twin(*batch), budget="10 MB")
     with caplog.at_level(logging.INFO, "checkmate.backends.capture_cache"):
-        for length in (24, 30, 17, 9):
+        for length in (24, 30, 17):
             assert_same_bits(left_by(step, twin, *_tokens(length)), left_by(net, net, *_tokens(length)))
-    assert len(_captures(step)) == 4
+    assert len(_captures(step)) == 3
     (said,) = caplog.messages
     assert re.search(r"PyTorch traces it for one size only: test_sizes\.py:\d+, .*hann_window", said)
 
@@ -435,10 +435,9 @@ def test_a_refused_length_leaves_nothing_behind_and_closes_nothing() -> None:
     net = _Net(lambda h: h)
     step: Any = checkmate.compile(lambda *batch: net(*batch), budget=_least(net, *_tokens(40)))
     step(*_tokens(24)).backward()
-    for length in (60, 61, 62):
-        with pytest.raises(InfeasibleBudget):
-            step(*_tokens(length))
-    for length in (30, 31, 32):
+    with pytest.raises(InfeasibleBudget):
+        step(*_tokens(60))
+    for length in (30, 31):
         step(*_tokens(length)).backward()
     assert len(_captures(step)) == 1
     batch = _tokens(60)

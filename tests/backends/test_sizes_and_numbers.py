@@ -95,7 +95,7 @@ NUMBERS = {  # lengths and numbers, and how often these are captured
     "at once": ([(24, 0.5, 2), (30, 0.25, 3), (17, 0.75, 4), (24, 0.5, 5), (41, 1e-300, 1), (9, -0.0, 0)], 2),
     "the length first": ([(24, 0.5, 2), (30, 0.5, 2), (17, 0.75, 4), (24, math.inf, 5), (41, 0.1, 1), (30, 0.5, 2)], 3),
     "numbers first": ([(24, 0.5, 2), (24, 0.25, 3), (17, 0.75, 4), (30, 0.1, 5), (41, 0.1, 1), (24, 0.5, 2)], 3),
-    "an int alone": ([(24, 0.5, 2), (30, 0.5, 3), (17, 0.5, 4), (24, 0.5, 5), (41, 0.5, 1), (24, 0.5, 2)], 2),
+    "an int alone": ([(24, 0.5, 2), (30, 0.5, 3), (17, 0.5, 4), (24, 0.5, 5)], 2),
     "one number after another": ([(24, 0.5, 2), (30, 0.5, 3), (17, 0.75, 4), (24, 0.5, 5), (41, 0.1, 1)], 3),
 }
 
@@ -142,8 +142,8 @@ def test_a_number_that_chooses_a_branch_is_guarded(captures: list[bool]) -> None
     net = _Net(lambda h, weight: h * weight if weight > 0.5 else h.sin() / weight)
     twin = copy.deepcopy(net)
     step: Any = checkmate.compile(lambda *batch: twin(*batch), budget="10 MB")
-    weights = (1.0, 0.25, 0.75, 0.3, 0.1, 0.6, 0.5, 0.9, 0.45)
-    _run(step, twin, net, [*zip((24, 30, 17, 12, 24, 24, 41, 9, 17), weights, strict=True)])
+    weights = (1.0, 0.25, 0.75, 0.3, 0.1, 0.6, 0.5)
+    _run(step, twin, net, [*zip((24, 30, 17, 12, 24, 24, 41), weights, strict=True)])
     assert captures.count(True) == 4
     assert len(step._caches[0].steps) == 2
 
@@ -205,7 +205,7 @@ def test_whole_steps(options: dict[str, Any], captures: list[bool]) -> None:
     optimizer, other = (torch.optim.AdamW(n.parameters(), lr=0.01) for n in (net, twin))
     plain = plain_step(net, optimizer, **options)
     step: Any = checkmate.training_step(twin, other, budget="50 MB", **options)
-    for i, length in enumerate((24, 30, 17, 9, 41, 24, 12, 30)):
+    for i, length in enumerate((24, 30, 17, 9, 24)):
         batch: Any = (*_tokens(length), 0.9**i, i)
         torch.manual_seed(length)
         expected = plain(*batch)

@@ -30,7 +30,7 @@ from checkmate.host.homes import map_storages
 from checkmate.host.store import BLOCK, HOMES
 from checkmate.memory import measure_peak
 from tests.support.bits import assert_same_bits
-from tests.support.processes import run_fresh_python
+from tests.support.processes import run_python
 
 CPU = torch.device("cpu")
 WIDE = 512  # of a layer whose weight is of 1 MiB
@@ -456,7 +456,7 @@ print(torch.equal(model[0].weight, kept[0]), torch.equal(model[1].weight, kept[1
 
 @pytest.mark.slow
 def test_a_forked_process_shares_them_and_takes_nothing(tmp_path: Path) -> None:
-    assert run_fresh_python("-c", FORKED, str(tmp_path)).stdout == "True True []\n"
+    assert run_python("-c", FORKED, str(tmp_path)).stdout == "True True []\n"
     assert list(tmp_path.iterdir()) == []
 
 

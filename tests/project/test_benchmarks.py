@@ -7,23 +7,19 @@ import threading
 import time
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from benchmarks.common import timing as measuring
-from benchmarks.common.apart import LOCK, alone, apart
+from benchmarks.common.apart import LOCK, alone
 from benchmarks.common.rows import add_names, append, latest, origin, read
 from benchmarks.gpu import budgets
 from benchmarks.gpu.__main__ import main, rows_of
 from benchmarks.gpu.items import Asked
 from benchmarks.networks import CASES
-from benchmarks.start.script import started
 from checkmate.backends.tensor_state import differing
-from checkmate.demo.training import train
-from tests.support.bits import assert_same_bits
 from tests.support.processes import run_fresh_python
 from tests.support.simulated_cuda.install import environment, is_installed
 
@@ -34,58 +30,51 @@ def _run(folder: Path, module: str, *asked: str, **environment: str) -> tuple[st
     return run_fresh_python("-m", module, "--out", str(out), *asked, **environment).stdout, read(out)
 
 
-@pytest.mark.long
-def test_the_benchmark_appends_a_row_for_each_budget(tmp_path: Path) -> None:
-    _, rows = _run(tmp_path / "results", "benchmarks.step", "mlp", "--quick")
-    _, more = _run(tmp_path / "results", "benchmarks.step", "mlp", "--quick")
-    again = 0 if not rows[0]["commit"].endswith("-dirty") else 3  # of a commit what has a row is not measured again
-    assert (len(rows), len(more), more[:3]) == (3, 3 + again, rows)
-    assert all(row["bitwise"] for row in rows)
-    assert all(row["measured_peak"] == row["predicted_peak"] <= row["budget"] for row in rows)
-    assert rows[2]["overhead"] == 0.0
+def _of_steps(rows: list[Any]) -> bool:
+    exact = all(row["bitwise"] and row["measured_peak"] == row["predicted_peak"] <= row["budget"] for row in rows)
+    return exact and rows[2]["overhead"] == 0.0
 
 
-@pytest.mark.long
-def test_the_seconds_of_a_first_step_are_those_of_its_parts() -> None:
-    asked = {"backend": "checkmate", "name": "mlp", "budget": 10**9, "time_limit": 1.0}
-    (row,) = apart(partial(started, ["torch", "checkmate"], **asked))
-    parts = [row[f"{part}_seconds"] for part in ("dynamo", "aot", "measure", "plan", "code", "second_step")]
-    assert min(parts) > 0
-    assert sum(parts) == pytest.approx(row["step_seconds"])
-    assert row["import_seconds"] > 0.1
-
-
-@pytest.mark.long
-def test_the_second_start_takes_its_plans_from_disk(tmp_path: Path) -> None:
-    printed, rows = _run(tmp_path, "benchmarks.start", "mlp", "--time-limit", "1")
-    assert [(row["by"], row["start"]) for row in rows] == [
-        (by, start) for by in ("checkmate", "plain PyTorch", "aot_eager") for start in ("cold", "warm")
-    ]
+def _of_starts(rows: list[Any]) -> bool:
+    """The second start takes its plans from disk; the seconds of a step are those of its parts."""
     cold, warm = rows[:2]
+    parts = ("dynamo", "aot", "measure", "plan", "code", "second_step")
+    assert sum(cold[f"{part}_seconds"] for part in parts) == pytest.approx(cold["step_seconds"])
     assert (cold["from"], warm["from"], warm["gap"]) == (None, "plan cache", cold["gap"])
-    assert warm["plan_seconds"] < 1
-    assert cold["peak"] == warm["peak"] <= cold["budget"]
-    assert printed.count("mlp ") == 2 * len(rows)
+    return warm["plan_seconds"] < 1 and cold["peak"] == warm["peak"] <= cold["budget"]
 
 
-@pytest.mark.long
-def test_a_loss_in_parts_is_measured_beside_other_ways(tmp_path: Path) -> None:
-    _, (plain, by_hand, *others) = _run(tmp_path, "benchmarks.loss", "--quick", "--rounds", "2")
-    ours = [row for row in others if row["way"].startswith("checkmate")]
-    assert not by_hand["same_bits"]
-    assert all(row["same_bits"] and row["peak"] == row["planned"] <= row["budget"] for row in ours)
-    assert len(ours) >= 2
-    assert max(row["peak"] for row in ours) < 0.5 * plain["peak"]
+def _of_losses(rows: list[Any]) -> bool:
+    ours = [row for row in rows if row["way"].startswith("checkmate")]
+    exact = all(row["same_bits"] and row["peak"] == row["planned"] <= row["budget"] for row in ours)
+    return exact and not rows[1]["same_bits"] and max(row["peak"] for row in ours) < 0.5 * rows[0]["peak"]
 
 
-@pytest.mark.long
-def test_what_the_machine_gives_is_measured_beside_the_allocator(tmp_path: Path) -> None:
-    options = "--share", "0.7", "--time-limit", "2", "--rounds", "3"
-    _, (row,) = _run(tmp_path, "benchmarks.arena", "demo-text", *options)
-    assert row["fallbacks"] == 0
-    assert row["live_peak"] <= row["planned_bytes"]
-    assert row["arena_bytes"] <= 1.02 * row["live_peak"]
+def _of_arenas(rows: list[Any]) -> bool:
+    (row,) = rows
     assert min(row[f"{kind}_seconds"] for kind in ("plain", "allocator", "arena")) > 0
+    return (
+        row["fallbacks"] == 0
+        and row["live_peak"] <= row["planned_bytes"]
+        and row["arena_bytes"] <= 1.02 * row["live_peak"]
+    )
+
+
+SCRIPTS = {  # what is asked of each, how many rows it writes at least, and what these promise
+    "step": ("mlp --quick", 3, _of_steps),
+    "start": ("mlp --time-limit 1", 6, _of_starts),
+    "loss": ("--quick --rounds 2", 4, _of_losses),
+    "arena": ("demo-text --share 0.7 --time-limit 2 --rounds 3", 1, _of_arenas),
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_script_runs_small_and_its_rows_keep_what_they_promise(name: str, tmp_path: Path) -> None:
+    asked, count, promise = SCRIPTS[name]
+    _, rows = _run(tmp_path / "results", f"benchmarks.{name}", *asked.split())
+    assert len(rows) >= count
+    assert promise(rows)
 
 
 @pytest.mark.long
@@ -166,24 +155,6 @@ def test_numbers_that_differ_are_held_against_the_spread_of_plain_runs() -> None
     assert spread == {"plain_repeats": False, "bitwise": False, "difference": 0.25, "plain_spread": 1.0}
 
 
-def test_adam_is_in_place_and_moved_nothing() -> None:
-    module = torch.nn.Linear(3, 2)
-    before = [parameter.clone() for parameter in module.parameters()]
-    optimizer = budgets.adam(module)
-    assert_same_bits(module.parameters(), before)
-    assert all(optimizer.state[parameter]["exp_avg_sq"].shape == parameter.shape for parameter in module.parameters())
-
-
-def test_training_repeats_bitwise_and_another_seed_does_not(one_thread: None) -> None:
-    def trained(seed: int) -> list[torch.Tensor]:
-        module, step, batch = CASES["mlp"].make(0)
-        return train(module, step, [batch] * 2, seed)
-
-    first = trained(0)
-    assert_same_bits(trained(0), first)
-    assert differing(trained(1), first)
-
-
 def test_steps_take_turns_and_the_first_round_does_not_count() -> None:
     told: list[str] = []
     steps = {name: partial(told.append, name) for name in "ab"}
@@ -210,25 +181,6 @@ def test_a_network_that_there_is_not_is_refused_by_name(capsys: pytest.CaptureFi
     with pytest.raises(SystemExit):
         parser.parse_args(["three"])
     assert "there is no 'three'; there are one, two" in capsys.readouterr().err
-
-
-@pytest.mark.long
-def test_a_fraction_of_a_device_is_compared_with_plain_training(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On the CPU, where the fraction is only noted: the plain step does not run out of memory, the losses are equal."""
-    fractions: list[float] = []
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=10**9))
-    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda share, device: fractions.append(share))
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-    setting = budgets.Setting(budgets.NETWORKS["gpt2"], torch.device("cpu"), amp=False, small=True)
-    plain = budgets.measured_plain(setting)
-    row = budgets.limited_row(setting, plain, time_limit=1.0)
-    facts = plain["facts"]
-    assert facts["min_budget"] < row["budget"] < row["limit"] < facts["plain_peak"]
-    assert fractions == [row["limit"] / 10**9, 1.0]
-    assert row["losses"] == row["plain_losses"]
-    assert len(row["losses"]) == 2
-    assert row["bitwise"]
-    assert not row["plain_ran_out_of_memory"]
 
 
 def _losses(name: str) -> list[float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -50,13 +51,16 @@ def _module(source: Path) -> str:
 SOURCES = {_module(file).removesuffix(".__init__"): file for file in files()}
 
 
-def _imports(source: Path) -> Iterator[str]:
+@functools.cache
+def _imports(source: Path) -> tuple[str, ...]:
     """Every module imported anywhere: at the top, within functions, and for type checkers only."""
+    found: list[str] = []
     for node in ast.walk(ast.parse(source.read_text())):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            found += (alias.name for alias in node.names)
         if isinstance(node, ast.ImportFrom):
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+            found += (f"{node.module}.{alias.name}" for alias in node.names)
+    return tuple(found)
 
 
 def _module_of(name: str) -> str | None:

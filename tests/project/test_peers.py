@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from benchmarks.networks.recurrent import LSTM
 from benchmarks.peers import comparison as peers
 from benchmarks.peers import report as peers_report
 from benchmarks.peers import resident
@@ -209,29 +208,6 @@ def test_the_networks_have_the_blocks_that_they_name() -> None:
         module = SmallVGG16(10)
         assert sum(isinstance(part, nn.Conv2d) for part in module.modules()) == 13
         assert module(torch.empty(1, 3, 96, 96)).shape == (1, 10)
-
-
-def test_another_module_of_the_same_parameters() -> None:
-    subject = Subject.of(TINY, torch.device("cpu"))
-    twin = subject.twin()
-    assert twin is not subject.module
-    assert [id(p) for p in twin.parameters()] == [id(p) for p in subject.module.parameters()]
-    assert [id(b) for b in twin.buffers()] == [id(b) for b in subject.module.buffers()]
-
-
-def test_a_recurrent_network_in_segments_is_the_same_in_one() -> None:
-    torch.manual_seed(0)
-    model = LSTM(16, width=8, segments=4).eval()
-    tokens = torch.randint(16, (2, 8))
-    hidden = [torch.zeros(2, 8) for _ in range(4)]
-    x = model.embedding(tokens)
-    expected = []
-    layers: Any = model.layers
-    for token in x.unbind(1):
-        hidden[:2] = layers[0][0].cell(token, (hidden[0], hidden[1]))
-        hidden[2:] = layers[1][0].cell(hidden[0], (hidden[2], hidden[3]))
-        expected.append(hidden[2])
-    assert_same_bits(model(tokens), model.head(torch.stack(expected, dim=1)))
 
 
 def test_the_committed_document_is_of_the_committed_rows() -> None:

@@ -401,7 +401,7 @@ def test_nothing_is_changed_where_the_step_cannot_be_captured() -> None:
 def test_without_a_device_ops_are_measured_here() -> None:
     model, x, y = Loss(), torch.randn(16, WIDTH), torch.randn(16)
     before = [p.clone() for p in model.parameters()]
-    found = fits(model, x, y, budget="1 MB", everything=True, time_limit=30)
+    found = fits(model, x, y, budget="1 MB", everything=True, time_limit=5)
     assert found.device == "this machine's CPU"
     assert found.problem.profile.source.startswith("measured on cpu")
     assert [way.why_not for way in found.ways[2:]] == ["give host=checkmate.Host(...)"] * 2

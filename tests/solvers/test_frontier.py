@@ -19,7 +19,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-import checkmate
 from benchmarks.networks import dags
 from checkmate import Problem, Solution, Status, frontier, solve
 from checkmate.errors import BudgetError, SolverError
@@ -286,17 +285,6 @@ def test_a_step_is_no_problem(call: Callable[..., Any], given: Any, kind: str) -
 def test_refused(options: dict[str, Any], error: type[Exception], says: str) -> None:
     with pytest.raises(error, match=says):
         frontier(CHAIN, **{"budgets": [5], **options})
-
-
-def test_it_prints_as_a_table_in_text_and_html() -> None:
-    found = checkmate.frontier(CHAIN, [1, 4, 5], methods=["milp"], jobs=1)
-    lines = repr(found).splitlines()
-    assert " ".join(lines[0].split()) == "method budget peak step recomputed bound gap solved in status"
-    assert lines[1].split()[:5] == ["milp", "1", "B", "-", "-"]
-    assert re.search(r"26\.0 s .*52\.94%.* optimal$", lines[2])
-    assert len({line.index("milp") for line in lines[1:]}) == 1
-    assert found._repr_html_().count("<tr>") == 4
-    assert isinstance(found, Frontier)
 
 
 def test_records_are_numbers_and_text_and_pandas_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -58,8 +58,10 @@ def _evaluate(model: nn.Module, number: int) -> None:
     model.train()
 
 
-def _assert_as_plain(budget: int | None = None, *, clip_norm: float | None = None, **options: Any) -> list[Any]:
-    """Four updates and a half, wrapped in DDP and averaged with a group: bits of the loop around DDP, on each rank.
+def _assert_as_plain(
+    budget: int | None = None, *, wrapped: bool = True, clip_norm: float | None = None, **options: Any
+) -> list[Any]:
+    """Four updates and a half, ``wrapped`` in DDP and averaged with a group: bits of the loop around DDP, on each rank.
 
     Gives the plan of each.
     """
@@ -69,7 +71,7 @@ def _assert_as_plain(budget: int | None = None, *, clip_norm: float | None = Non
     loop = _like_ddp(plain, loss_of(plain), optimizer, clip_norm=clip_norm, **options)
     expected = train_whole(loop, plain.module, [optimizer], _batch(), steps=steps, metered=False)
     plans = []
-    for wrap in (DistributedDataParallel, lambda model: model):
+    for wrap in (*[DistributedDataParallel] * wrapped, lambda model: model):
         model = classifier()
         inner, group = wrap(model), wrap is not DistributedDataParallel and dist.group.WORLD
         if group and dist.get_rank():
@@ -99,7 +101,8 @@ class Scenes:
         assert len(sent) == 2 * 4 + 2
         buckets = sum(p.nbytes for p in classifier().parameters())
         assert wrapped.problem.resident == problem.resident + buckets
-        _, plan = _assert_as_plain(checkmate.min_budget(problem, time_limit=SECONDS).peak + buckets)
+        least = checkmate.min_budget(problem, time_limit=SECONDS).peak
+        (plan,) = _assert_as_plain(least + buckets, wrapped=False)
         assert sent.intersection(run.op for run in plan.plan.steps if isinstance(run, Run) and run.over is not None)
 
     def several_micro_batches() -> None:

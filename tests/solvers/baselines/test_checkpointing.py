@@ -9,8 +9,6 @@ from unittest.mock import Mock
 import networkx as nx
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from benchmarks.networks import dags
 from checkmate import Graph, Op, Problem, Profile, Value
@@ -51,15 +49,6 @@ def parting_ops(problem: Problem) -> list[int]:
         if not any(part & before and part & after for part in nx.connected_components(rest)):
             found.append(v)
     return found
-
-
-@settings(max_examples=200, deadline=None)
-@given(st.data())
-def test_articulation_points_are_what_parts_before_from_after(data: st.DataObject) -> None:
-    n = data.draw(st.integers(1, 9))
-    deps = [data.draw(st.lists(st.integers(0, k - 1), max_size=2, unique=True)) if k else [] for k in range(n)]
-    problem = dag(deps, *data.draw(st.sets(st.integers(0, n - 1), max_size=2)))
-    assert list(articulation_points(problem)) == parting_ops(problem)
 
 
 @in_turn(seed=range(40))

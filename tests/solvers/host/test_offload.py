@@ -43,15 +43,6 @@ def test_a_fast_link_makes_recomputation_needless_and_a_slow_one_changes_nothing
     assert (solution.cost, solution.plan.sent) == (alone.cost, set())
 
 
-@pytest.mark.slow
-def test_a_link_of_some_worth_is_used_beside_recomputation() -> None:
-    problem, budget = layers(16), 8 * 5
-    solution = solve(problem.with_host(Host(10**6, send=2.0, fetch=2.0)), budget, time_limit=2)
-    assert problem.keep_all_cost < solution.cost < solve(problem, budget).cost
-    assert len(solution.plan.runs) > len(problem.graph.ops)
-    assert solution.bound <= solution.cost
-
-
 @pytest.mark.parametrize("method", ["auto", "milp"])
 def test_transfers_that_take_no_time_beside_the_clock_cost_nothing(method: str) -> None:
     """A fetch that begins as late as it can does not begin after its wait."""
@@ -66,14 +57,6 @@ def test_the_host_budget_holds() -> None:
     assert check_plan(solution.plan, problem, 8 * 6) == []
     roomier = solve(problem.with_host(FAST), 8 * 6)
     assert roomier.cost < solution.cost < solve(layers(12), 8 * 6).cost
-
-
-@pytest.mark.slow
-def test_at_the_smallest_budget_of_recomputation_a_link_saves_most_of_it() -> None:
-    problem = layers(20)
-    smallest = min_budget(problem).peak
-    fits = solve(problem.with_host(FAST), smallest, time_limit=3)
-    assert fits.overhead < 0.7 * solve(problem, smallest, time_limit=3).overhead
 
 
 def test_what_is_fetched_is_not_made_again() -> None:

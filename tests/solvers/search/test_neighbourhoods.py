@@ -11,11 +11,9 @@ from checkmate.solvers.common.incumbent import Clock, Task
 from checkmate.solvers.common.schedules import cost_of, fits_budget, peak_of, without_useless
 from checkmate.solvers.linear import highs
 from checkmate.solvers.linear.equations import cost_unit
-from checkmate.solvers.search.greedy import next_use
 from checkmate.solvers.search.min_budget import least_memory
 from checkmate.solvers.search.neighbourhoods import build, places_around, search_around
-from tests.solvers.checks import begun, runs
-from tests.support.layered import layered
+from tests.solvers.checks import runs
 from tests.support.oracle import PLAIN_AND_WAYS, Make, optima, random_ruled_problem
 from tests.support.sampling import in_turn, long
 
@@ -69,16 +67,6 @@ def test_the_chain_is_solved_from_its_plan_of_the_smallest_peak() -> None:
     assert np.array_equal(search_around(Task(chain, 4, Clock(0.0)), start), start)
     found = search_around(Task(chain, 4, Clock(60.0)), start)
     assert (peak_of(chain, found) <= 4, found.sum()) == (True, 26)  # the optimum
-
-
-@pytest.mark.slow
-def test_a_graph_without_structure_is_planned_far_better_than_by_passes() -> None:
-    problem = layered(250)
-    incumbent = begun(problem, int(0.8 * problem.keep_all_peak), 1.0)
-    next_use(incumbent.task, incumbent)
-    found = search_around(incumbent.task.within(2.0), incumbent.R)
-    assert peak_of(problem, found) <= incumbent.task.budget
-    assert cost_of(problem, found) - problem.keep_all_cost < 0.9 * (incumbent.cost - problem.keep_all_cost)
 
 
 def test_no_place_is_where_an_op_must_not_run() -> None:
