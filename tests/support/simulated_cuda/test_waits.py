@@ -362,7 +362,7 @@ def of_mover(wait: str) -> Take:
 def not_kept(*, landing: bool) -> Take:
     """A store that lets go of sources, or of landings, as soon as their copies begin."""
 
-    class Forgetful(store_module.Value):
+    class Forgetful(store_module.StoredValue):
         def __setattr__(self, name: str, new: Any) -> None:
             forgets = name == "kept" and getattr(self, "arrived", False) == landing
             super().__setattr__(name, None if forgets else new)
