@@ -367,7 +367,7 @@ def not_kept(*, landing: bool) -> Take:
             forgets = name == "kept" and getattr(self, "arrived", False) == landing
             super().__setattr__(name, None if forgets else new)
 
-    return lambda monkeypatch: monkeypatch.setattr(store_module, "Value", Forgetful)
+    return lambda monkeypatch: monkeypatch.setattr(store_module, "StoredValue", Forgetful)
 
 
 def called_by(caller: str, where: Any, name: str, turn: int | None = None) -> Take:
