@@ -15,7 +15,6 @@ from checkmate import Plan, Problem, Schedule, Solution, Status
 from checkmate.core import simulator
 from checkmate.solvers.catalogue import METHODS
 from checkmate.solvers.common.incumbent import Clock, Incumbent, Task
-from checkmate.solvers.linear.model import Model
 
 
 def check(solution: Solution) -> None:
@@ -86,14 +85,3 @@ def takes_less_than(seconds: float) -> Iterator[None]:
     began = time.perf_counter()
     yield
     assert time.perf_counter() - began < seconds
-
-
-def broken(model: Model, x: np.ndarray, tolerance: float = 1e-6) -> list[str]:
-    """The constraints that ``x`` breaks: family, row within it, and amount."""
-    activity = model.matrix() @ x
-    excess = np.maximum(model.row_lower - activity, activity - model.row_upper)
-    return [
-        f"{name}[{row}] by {excess[rows][row]:g}"
-        for name, rows in model.families.items()
-        for row in np.flatnonzero(excess[rows] > tolerance)
-    ]

@@ -21,8 +21,9 @@ from checkmate.solvers.linear import highs
 from checkmate.solvers.linear.equations import build
 from checkmate.solvers.linear.highs import Result, SolveStatus
 from checkmate.solvers.linear.model import NONE, Model
-from tests.solvers.checks import broken, by
+from tests.solvers.checks import by
 from tests.support.processes import run_fresh_python
+from tests.support.pulp_engine import broken
 from tests.support.sampling import in_turn
 
 milp = by("milp")

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from checkmate.solvers.linear.model import NONE, Model
-from tests.solvers.checks import broken
+from tests.support.pulp_engine import broken
 
 
 def test_a_family_of_variables_has_the_shape_asked_for_and_its_bounds_broadcast() -> None:
