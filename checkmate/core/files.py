@@ -9,6 +9,7 @@ costs nothing but time.
 
 from __future__ import annotations
 
+import errno
 import gzip
 import hashlib
 import json
@@ -62,7 +63,9 @@ def read_json(path: Path, *, format: str, versions: Collection[int], what: str, 
     """
     try:
         is_other = path.exists() and not path.is_file()  # a pipe would never end
-    except OSError as error:  # a text in place of a path
+    except OSError as error:
+        if error.errno != errno.ENAMETOOLONG:  # no text in place of a path
+            raise
         raise InvalidProblem(f"{str(path)[:40]!r}... is no path of a {what}: {error.strerror}.") from None
     if is_other:
         raise InvalidProblem(f"{path} is no {what}: it is no file.")

@@ -48,6 +48,7 @@ LANES = ((BLUE, "//"), (ORANGE, "||"), (PURPLE, "\\\\"), (GREEN, "--"), (SKY, "x
 MARKERS = "osD^vP*X<>pdh"
 OTHER = "#003050"  # of the lines of other plans
 NAMED = 30  # ops up to which axes bear their names
+MOST_CELLS = 1000  # of a schedule's side: beyond it cells are averaged
 LEGEND_SIZE = 45  # square points of the marks in the legend
 BEYOND = 1.5  # a budget that is so many times as high as all that is drawn would flatten it
 
@@ -253,7 +254,7 @@ def schedule(solution: Solution, *, ax: Axes | None = None) -> Axes:
     from matplotlib.patches import Rectangle
 
     shades = LinearSegmentedColormap.from_list("kept", ["white", "#9ecae1"])
-    ax.imshow(at_hand.astype(np.float32), cmap=shades, vmin=0, vmax=1, aspect="equal")
+    ax.imshow(_averaged(at_hand), cmap=shades, vmin=0, vmax=1, extent=(-0.5, T - 0.5, T - 0.5, -0.5), aspect="equal")
     cell = 400 / T  # points, about
     ax.scatter(range(T), range(T), s=max(1.0, (0.8 * cell) ** 2), marker="s", c="#222222", lw=0, label="first run")
     (t, k), size = np.nonzero(np.tril(plan.R, -1)), float(np.clip(cell**2, 14, 90))
@@ -282,6 +283,17 @@ def schedule(solution: Solution, *, ax: Axes | None = None) -> Axes:
     for mark in legend.legend_handles[:2]:
         mark.set_sizes([LEGEND_SIZE])  # type: ignore[union-attr]  # one as large as a cell may cover the words
     return ax
+
+
+def _averaged(cells: np.ndarray) -> np.ndarray:
+    """(n, n) float: the cells, or if they are too many to see, averages of square blocks."""
+    side = -(-len(cells) // MOST_CELLS)
+    if side == 1:
+        return cells.astype(np.float32)
+    edges = np.arange(0, len(cells), side)
+    sums = np.add.reduceat(np.add.reduceat(cells.astype(np.float32), edges, axis=0), edges, axis=1)
+    widths = np.diff([*edges, len(cells)])
+    return sums / np.outer(widths, widths)
 
 
 class MethodLine(NamedTuple):
