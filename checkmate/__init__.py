@@ -69,8 +69,6 @@ _LAZY = {  # names that need PyTorch or a solver, by module
 }
 _MOVED = {  # names of before, which the error of whoever still writes them tells the place of
     "profile": "costs",
-    "inspection": "look",
-    "webpage": "look",
     **{error.__name__: f"errors.{error.__name__}" for error in errors.CheckmateError.__subclasses__()},
     "CheckmateError": "errors.CheckmateError",
     **{
