@@ -413,7 +413,7 @@ def _doctor(args: Arguments) -> int:
     json="--json FILE  write all that was found, for a report",
 )
 def _selftest(args: Arguments) -> int:
-    """Whether steps keep bits and budgets on a device: a list of checks, each in a process of its own."""
+    """Check that steps keep bits and budgets on a device: a list of checks, each in a process of its own."""
     import torch
 
     from checkmate.demo.selftest import CHECKS, SECONDS, Finding, Setting, run_all

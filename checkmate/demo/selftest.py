@@ -9,20 +9,22 @@ import copy
 import gc
 import inspect
 import itertools
+import multiprocessing
 import os
+import pickle
 import platform
 import re
 import shutil
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -40,14 +42,13 @@ from checkmate.compiler import compile as compiled_within
 from checkmate.compiler import verify
 from checkmate.demo.training import Bottlenecks, Step, Transformer, paired_seconds, run_step, step_of
 from checkmate.devices import kind_of
-from checkmate.errors import CheckmateError, SolverError
+from checkmate.errors import CheckmateError
 from checkmate.host.opening import measure, open_store
 from checkmate.host.store import rounded
 from checkmate.memory import measure_peak
 from checkmate.memory.available import limits
 from checkmate.profiling.measure import measure_ops
 from checkmate.profiling.one_op import attempt, call_of, key_of, runs_alone
-from checkmate.solvers.common.processes import Process
 from checkmate.solvers.search.min_budget import min_budget
 from checkmate.torch_internals.versions import TRIED, is_tried
 from checkmate.tracing import trace
@@ -64,6 +65,7 @@ RUNS = 4  # of an op, of which the first is compared with the others
 SHARES = (0.1, 0.5, 1.0)  # of the way from the smallest budget to keeping everything
 PAIRS = 5  # of plain and compiled steps that are timed
 SECONDS = 180.0  # for a check
+LAST = 4000  # characters of what a process has printed that are kept of a check that failed
 ALONE = ("capacity",)  # checks that need the device for themselves
 
 
@@ -118,11 +120,15 @@ def run_all(checks: Mapping[str, Check], setting: Setting, limit: float = SECOND
 
     Several run at a time where processors and memory allow; those that need the device for themselves come last.
     """
-    run, alone = partial(_run, setting, limit), [item for item in checks.items() if item[0] in ALONE]
+    methods = multiprocessing.get_all_start_methods()
+    context: Any = multiprocessing.get_context("forkserver" if "forkserver" in methods else "spawn")
+    if "forkserver" in methods:
+        context.set_forkserver_preload(["checkmate.demo.selftest"])
+    run = partial(_run, context, setting, limit)
     pool = ThreadPoolExecutor(places())
     try:
-        yield from pool.map(run, [item for item in checks.items() if item not in alone])
-        yield from map(run, alone)
+        yield from pool.map(run, [item for item in checks.items() if item[0] not in ALONE])
+        yield from map(run, [item for item in checks.items() if item[0] in ALONE])
     finally:  # where whoever asked has left, what has not begun does not begin
         pool.shutdown(wait=False, cancel_futures=True)
 
@@ -134,34 +140,48 @@ def places() -> int:
     return max(1, min(MOST, processors, free // OF_A_CHECK))
 
 
-def _run(setting: Setting, limit: float, item: tuple[str, Check]) -> Finding:
+def _run(context: Any, setting: Setting, limit: float, item: tuple[str, Check]) -> Finding:
     began, (name, check) = time.monotonic(), item
-    with (
-        tempfile.TemporaryDirectory(prefix="checkmate-selftest-") as folder,
-        Process(_tell_finding, check, setting, folder, beside=False) as process,
-    ):
-        timer = threading.Timer(limit, process.end)
-        timer.start()
-        try:
-            finding = next(process.answers())
-        except SolverError as error:
-            finding, over = Finding(False, str(error)), time.monotonic() - began >= limit
-            advice = f"Try --time-limit {2 * limit:g}. {REPORT}"
-            finding = Finding(False, f"it had not ended after {limit:g} s", advice) if over else finding
-        timer.cancel()
+    # Run the check in a child until its limit.
+    with tempfile.TemporaryDirectory(prefix="checkmate-selftest-") as place:
+        folder = Path(place)
+        child = context.Process(target=_child, args=(check, setting, folder))
+        child.start()
+        child.join(limit)
+        code = child.exitcode  # None: it still runs
+        child.kill()
+        child.join()
+        # Its answer, or how it ended without one.
+        if (answer := folder / "answer").exists():
+            finding = pickle.loads(answer.read_bytes())
+        elif code is None:
+            finding = Finding(False, f"it had not ended after {limit:g} s", f"Try --time-limit {2 * limit:g}. {REPORT}")
+        else:
+            finding = Finding(False, f"its process died (exit code {code})")
+        file = folder / "printed"
+        output = file.read_text(errors="replace")[-LAST:] if file.exists() else ""
+    facts = {**finding.facts, **({"printed": output} if output and finding.passed is False else {})}
     summary = (inspect.getdoc(getattr(check, "func", check)) or "").partition("\n")[0]
-    return replace(finding, name=name, checked=summary, seconds=time.monotonic() - began)
+    return replace(finding, name=name, checked=summary, facts=facts, seconds=time.monotonic() - began)
 
 
-def _tell_finding(check: Check, setting: Setting, folder: str, tell: Callable[[Finding], object]) -> None:
-    """Run a check; costs of ops are measured anew and not kept."""
-    os.environ["CHECKMATE_CACHE_DIR"] = folder
+def _child(check: Check, setting: Setting, folder: Path) -> None:
+    """Run a check with its output in a file; costs of ops are measured anew and not kept."""
+    descriptor = os.open(folder / "printed", os.O_WRONLY | os.O_CREAT)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    os.environ["CHECKMATE_CACHE_DIR"] = str(folder / "cache")
     try:
         finding = check(setting)
     except Exception as error:  # noqa: BLE001  # any error is this check's finding
-        first, facts = str(error).strip().partition("\n")[0], {"traceback": traceback.format_exc()}
+        first = (str(error).strip().splitlines() or [""])[0]
+        facts = {"traceback": traceback.format_exc()}
         finding = Finding(False, f"{type(error).__name__}: {first}", facts=facts)
-    tell(finding)
+    (folder / "partial").write_bytes(pickle.dumps(finding))
+    (folder / "partial").replace(folder / "answer")
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # at once: a device that was stopped may keep a process from ending in order
 
 
 def network(name: str, setting: Setting) -> tuple[nn.Module, Step, tuple[Tensor, ...]]:

@@ -70,6 +70,14 @@ def _loss_runs_in_parts(found: dict[str, Any]) -> None:
     assert "loss in" in rows[0]["parts"][0]
 
 
+@pytest.mark.slow
+def test_what_is_forked_for_each_check_has_not_touched_the_device() -> None:
+    """CUDA cannot be used in a fork of a process that has asked for a device."""
+    names = ("is_available", "device_count", "current_device", "_lazy_init", "get_device_properties")
+    refused = "".join(f"torch.cuda.{name} = None\n" for name in names)
+    run_fresh_python("-c", f"import torch\n{refused}import checkmate.demo.selftest")
+
+
 @pytest.mark.cuda
 @pytest.mark.skipif(not is_installed(), reason="wavers where the simulated device is told to")
 def test_attention_that_is_known_to_waver_is_said_to() -> None:
@@ -122,10 +130,12 @@ def test_what_fails_fails_alone_and_says_why() -> None:
         ("failed", "it had not ended after 2 s"),
         ("failed", "ValueError: what is wrong"),
         ("passed", "cpu"),
-        ("failed", "Its process ended with code 3: last words"),
+        ("failed", "its process died (exit code 3)"),
         ("passed", "cpu"),
     ]
-    assert "and more of it" in found[0].facts["traceback"]
+    raised, _, died, _ = found
+    assert "and more of it" in raised.facts["traceback"]
+    assert died.facts == {"printed": "last words"}
     assert "--time-limit 4" in hung.advice
     assert str(hung).startswith("FAILED   _hangs")
 

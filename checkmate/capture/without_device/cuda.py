@@ -46,7 +46,7 @@ _choices: list[Any] = []  # PyTorch keeps the address of the last one
 
 
 class Attention(NamedTuple):
-    """One call of `torch.nn.functional.scaled_dot_product_attention`, as cuda.cpp describes it."""
+    """A call of `torch.nn.functional.scaled_dot_product_attention`, as cuda.cpp describes it."""
 
     scalar: int  # the type of the query
     one_type: int
