@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 import checkmate
 from checkmate.codegen import writing_over
 from checkmate.codegen.boxed import boxed
-from checkmate.codegen.writing_over import calls_over, writes_of
+from checkmate.codegen.writing_over import OVER, calls_over, refuse_unwritable, writes_of
 from checkmate.core.plan import Plan, Run
 from checkmate.core.problem import Problem
 from checkmate.core.solution import Solution
@@ -432,6 +432,15 @@ def test_a_plan_that_reads_what_was_written_over_is_refused(problem: Problem) ->
     runs = [Run(k, step.over) if k == step.op else Run(k) for k in range(len(graph.ops))]
     with pytest.raises(SolverError, match=r"not at hand|is needed afterwards"):
         problem.codegen(Plan((*runs, Run(step.op)), graph.forward_length))
+
+
+def test_code_that_reads_what_was_written_over_is_refused(problem: Problem) -> None:
+    """By its own storages, whatever the plan says of them: the backward reads the result of exp."""
+    module = checkmate.solve(problem, problem.keep_all_peak, time_limit=1).modules.forward
+    relu = next(node for node in module.graph.nodes if "relu" in node.name)
+    relu.meta[OVER] = 0
+    with pytest.raises(SolverError, match=r"has relu\w* write over exp\w*, which is needed afterwards"):
+        refuse_unwritable(module)
 
 
 def test_a_plan_that_writes_over_what_no_way_does_is_refused(problem: Problem) -> None:

@@ -75,6 +75,14 @@ def test_what_is_made_again_before_it_is_read_goes_until_then() -> None:
     assert without_idle_values(AGAIN, PROBLEM) is AGAIN
 
 
+def test_a_plan_is_a_schedule_if_each_stage_runs_its_ops_once_and_in_order() -> None:
+    def is_one(*ops: int) -> bool:
+        return Plan(tuple(map(Run, ops)), len(ops)).is_a_schedule
+
+    assert [is_one(0, 1, 2), is_one(0, 1, 0, 2), is_one(0, 1, 0, 1, 2), is_one(0, 0, 1)] == [True] * 4
+    assert [is_one(0, 1, 1, 0, 2), is_one(0, 1, 0, 0, 2)] == [False] * 2
+
+
 def test_each_fault_is_found() -> None:
     for plan, says in (
         (Plan((), 0), "a never runs"),

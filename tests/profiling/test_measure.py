@@ -222,6 +222,12 @@ def test_the_next_process_takes_what_was_measured_and_without_the_cache_nothing_
     assert cost_cache.load(conditions_on(CPU)) == before
 
 
+def test_known_seconds_stay_where_an_op_takes_as_many_bytes_as_before() -> None:
+    cost = OpCost(3.0, 64, {})
+    assert [measuring._known_seconds(cost, allocated) for allocated in (64, 128)] == [3.0, None]
+    assert measuring._known_seconds(None, 64) is None
+
+
 def test_ops_run_on_inputs_made_up_for_them() -> None:
     """Those that index, draw or hold statistics, too."""
     x, rows, mask = torch.randn(5, 7, requires_grad=True), torch.tensor([4, 0, 4]), torch.rand(5, 7) > 0.5

@@ -299,6 +299,12 @@ def test_of_two_answers_the_better_parts_are_kept() -> None:
     assert lookup(QUESTION) == replace(RECORD, time_limit=9.0)
 
 
+def test_the_room_is_what_the_resident_bytes_leave_and_a_gap_meets_itself() -> None:
+    assert replace(QUESTION, budget=10, resident=4).room == 6
+    record = replace(RECORD, cost=8.0, bound=6.0, time_limit=5.0)
+    assert [record.meets(seconds, gap) for seconds, gap in ((6.0, 0.25), (5.0, 0.1), (6.0, 0.1))] == [True, True, False]
+
+
 def _keep(question: Question, document: object) -> None:
     """Have the row of a question say something else; it is damaged, or none."""
     with files.rows(plan_cache.TABLE, write=True) as kept:

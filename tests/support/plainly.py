@@ -48,7 +48,7 @@ def nothing_drawn() -> Iterator[None]:
 
 
 def _random_states() -> tuple[Any, ...]:
-    return torch.get_rng_state(), random.getstate(), np.random.get_state()[1:3]  # noqa: NPY002
+    return torch.get_rng_state(), repr(random.getstate()), np.random.get_state()[1:3]  # noqa: NPY002
 
 
 def verify_to_the_byte(step: Callable[..., Any], *batch: Any, budget: int | str, time_limit: float = 1) -> Any:

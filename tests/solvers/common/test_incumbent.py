@@ -21,6 +21,7 @@ import pytest
 from benchmarks.networks import dags
 from checkmate import Status, solve, statusline
 from checkmate.core import simulator
+from checkmate.core.plan import Free, Plan
 from checkmate.errors import SolverError
 from checkmate.solvers.catalogue import METHODS, Method
 from checkmate.solvers.common.incumbent import Incumbent, Remarks, Task, certify
@@ -91,6 +92,21 @@ def test_a_bound_of_schedules_says_nothing_of_a_plan_in_another_order(caplog: py
     incumbent.prove(math.inf)
     for known in (incumbent, before):
         assert (known.cost, known.bound, caplog.messages) == (7.0, 5.0, [])
+
+
+def test_a_plan_is_taken_without_what_lies_idle_in_it() -> None:
+    """An op that is made again keeps its old value until then: the peak is that of the plan without it."""
+    known = begun(CHAIN, 10)
+    assert known.offer(AGAIN, "a schedule")
+    plan = known.solution("test", Remarks()).plan
+    assert plan is not None
+    freed = next(i for i, step in enumerate(plan.steps) if step == Free(0))
+    steps = (*plan.steps[:freed], *plan.steps[freed + 1 :])
+    idle = Plan(steps, plan.boundary - (freed < plan.boundary))
+    assert simulator.without_idle_values(idle, CHAIN) == plan
+    other = begun(CHAIN, 10)
+    assert other.offer(idle, "a plan with an idle value")
+    assert other.solution("test", Remarks()).plan == plan
 
 
 def test_an_infinite_bound_proves_that_nothing_fits() -> None:
