@@ -14,6 +14,7 @@ from checkmate.core.fingerprint import fingerprints, same_ops
 from checkmate.core.inplace import InPlace
 from checkmate.core.plan import Free, Plan, Run
 from checkmate.core.problem import Problem
+from checkmate.core.schedule import Schedule
 from checkmate.errors import InvalidProblem
 from tests.support.by_hand import plan_of, random_schedule, solution_of
 from tests.support.oracle import random_problem_with_ways
@@ -39,6 +40,8 @@ def test_what_goes_with_a_run_is_written_over() -> None:
     assert simulator.check_plan(plan, CHAIN) == []
     assert simulator.simulate(plan, CHAIN).bytes_at == (8, 16, 17, 16)
     assert CHAIN.live_bytes.tolist() == [8, 16, 17, 16]
+    at_hand = Schedule.of_plan(CHAIN.graph, plan).S  # where each stage begins: op 2 has written over v1
+    assert [[v for v in range(4) if row[v]] for row in at_hand] == [[], [0], [0, 1], [0, 2]]
     chain = Problem.from_dag([[], [0], [1], [1, 2]], [1] * 4, [8] * 4, over={2: [1]})
     assert Run(2) in plan_of(chain).steps  # what is still needed is not
     assert Run(2, over=1) in plan_of(chain, (3, 1)).steps  # op 1 runs again before it is needed
