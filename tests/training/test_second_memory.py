@@ -12,6 +12,7 @@ import itertools
 import os
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,13 +28,14 @@ from checkmate.backends import ranks
 from checkmate.backends.tensor_state import same_bits
 from checkmate.core import files
 from checkmate.core.simulator import simulate
-from checkmate.errors import HostError, InfeasibleBudget, InvalidProblem, Unsupported
+from checkmate.errors import HostError, InfeasibleBudget, InvalidProblem, Unsupported, VerificationError
 from checkmate.host import home_of, opening
 from checkmate.memory import available, measure_peak
 from checkmate.solvers.background_search import News
 from checkmate.units import parse_bytes
 from checkmate.updates.gradients import HELD_BYTES
 from checkmate.updates.optimizers import Update
+from checkmate.verification import compare
 from tests.support.bits import assert_same_bits
 from tests.support.offers import offered
 from tests.support.processes import run_python
@@ -169,9 +171,15 @@ def test_a_plan_that_sends_takes_over_between_two_steps() -> None:
 
 
 @pytest.mark.slow
-def test_it_is_verified() -> None:
-    report = checkmate.verify(net(), *batch(), budget=budget_of_net(), time_limit=SECONDS, **THERE)
+def test_it_is_verified(monkeypatch: pytest.MonkeyPatch) -> None:
+    how = {"budget": budget_of_net(), "time_limit": SECONDS, **THERE}
+    report = checkmate.verify(net(), *batch(), **how)
     assert report.measured_peak == report.predicted_peak
+    # More bytes in the second memory than the plan has there are told.
+    less = lambda plan, problem: replace(simulate(plan, problem), host_peak=1)  # noqa: E731
+    monkeypatch.setattr(compare, "simulate", less)
+    with pytest.raises(VerificationError, match=r"waited in the second memory at once, and not 1 B"):
+        checkmate.verify(net(), *batch(), **how)
 
 
 @pytest.mark.parametrize("where", ["file:/no/such/folder", "pinned"])
